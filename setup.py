@@ -10,19 +10,28 @@ KVCORE_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer (run Python w
 
 No -march flag is ever passed: a wheel runs on any CPU of its platform, and better instruction
 sets are chosen when the library is loaded.
+
+Every set of switches builds in a folder of its own, build/<set>, so that a second build is
+incremental and a release build never picks up a debug build's objects.  Cython is needed to
+compile only: metadata and source archives are made without it.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
-ROOT = Path(__file__).parent
-PACKAGES = ("kvcore/_kernels", "kvcore/_core")
+PACKAGES = ("kvcore/_kernels", "kvcore/_core", "kvcore/runtime")
+# Code that every Cython module needs (memoryviews, function objects) is compiled once, here.
+SHARED = "kvcore._cython_shared"
 
 
 def switch(name: str) -> bool:
@@ -34,6 +43,7 @@ def switch(name: str) -> bool:
 
 DEBUG = switch("KVCORE_DEBUG")
 SANITIZE = switch("KVCORE_SANITIZE")
+BUILD_BASE = "build/" + ("debug" if DEBUG else "release") + ("-sanitize" if SANITIZE else "")
 
 # The only table of directives; no module or function overrides it.
 DIRECTIVES = {
@@ -48,78 +58,149 @@ DIRECTIVES = {
 
 
 def extensions() -> list[Extension]:
-    define: list[tuple[str, str | None]] = []
-    compile_args = ["-O3", "-fvisibility=hidden", "-Wall", "-Wno-unused-function"]
-    link_args: list[str] = ["-pthread"]
-    compile_args.append("-pthread")
-    if DEBUG:
-        define.append(("KVCORE_DEBUG", "1"))
-        compile_args[0] = "-O1"
+    compile_args = ["-O1", "-g"] if DEBUG or SANITIZE else ["-O3", "-g0"]
+    # The two exceptions are names that Cython writes and a module need not use.
+    compile_args += ["-Wall", "-Wno-unused-function", "-Wno-unused-const-variable"]
+    compile_args += ["-fvisibility=hidden", "-pthread"]
+    link_args = ["-pthread"]
+    define: list[tuple[str, str | None]] = [("KVCORE_DEBUG", "1")] if DEBUG else []
     if SANITIZE:
-        flags = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g"]
-        compile_args += flags
-        link_args += flags[:1]
-    found = []
-    os.chdir(ROOT)  # Cython wants module paths relative to the project
-    for package in PACKAGES:
-        for source in sorted(Path(package).glob("*.pyx")):
-            name = ".".join(source.with_suffix("").parts)
-            headers = [str(p) for p in sorted(Path("kvcore/_kernels").glob("*.h"))]
-            found.append(
-                Extension(
-                    name,
-                    [str(source)],
-                    include_dirs=["kvcore/_kernels"],
-                    depends=headers,
-                    define_macros=define,
-                    extra_compile_args=compile_args,
-                    extra_link_args=link_args,
-                )
-            )
-    return found
+        sanitizers = "-fsanitize=address,undefined"
+        # The first undefined operation ends the process, so that no test run can miss it.
+        compile_args += [sanitizers, "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+        link_args.append(sanitizers)
+    sources = [source for package in PACKAGES for source in sorted(Path(package).glob("*.pyx"))]
+    headers = [str(header) for package in PACKAGES for header in sorted(Path(package).glob("*.h"))]
+    named = [(".".join(source.with_suffix("").parts), str(source)) for source in sources]
+    if named:
+        named.append((SHARED, SHARED.replace(".", "/") + ".c"))
+    return [
+        Extension(
+            name,
+            [source],
+            include_dirs=["kvcore/_kernels", "kvcore/_core"],
+            depends=headers,
+            define_macros=define,
+            extra_compile_args=compile_args,
+            extra_link_args=link_args,
+        )
+        for name, source in named
+    ]
+
+
+class Build(build):
+    """Builds in the folder of this set of switches."""
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.build_base = BUILD_BASE
+
+    def run(self) -> None:
+        # Whatever lies there goes into the wheel: leave no module that was since removed.
+        if Path(self.build_lib).is_relative_to(BUILD_BASE):
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
 
 
 class BuildExt(build_ext):
-    """Says what to install when there is no compiler."""
+    """Tries the compiler, translates with Cython, compiles in parallel."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.parallel is None:
+            self.parallel = available_cores()
+        if self.inplace:
+            # pip gives a temporary folder, and every edit would compile everything again.
+            tag = f"{self.plat_name}-{sys.implementation.cache_tag}"
+            self.build_temp = f"{BUILD_BASE}/temp.{tag}"
+            self.build_lib = f"{BUILD_BASE}/inplace.{tag}"
+
+    def get_source_files(self) -> list[str]:
+        # The shared module's C file is generated: it is no source.
+        return [name for name in super().get_source_files() if Path(name).exists()]
 
     def build_extensions(self) -> None:
-        from distutils.errors import CompileError, DistutilsExecError  # vendored by setuptools
+        check_compiler(self.compiler)
+        from Cython.Build import cythonize
 
-        if not self.parallel:
-            self.parallel = os.cpu_count() or 1
+        folder = Path(BUILD_BASE, "c")
+        before = {path: (path.read_bytes(), path.stat()) for path in folder.rglob("*.c")}
+        translated = cythonize(
+            list(self.extensions),
+            build_dir=str(folder),
+            compiler_directives=DIRECTIVES,
+            shared_utility_qualified_name=SHARED,
+            include_path=["."],
+            nthreads=self.parallel,
+            force=self.force,
+        )
+        # In pip's isolated build Cython itself is new every time, so it translates everything
+        # anew.  C that came out the same keeps its time, and is not compiled again.
+        for path, (text, status) in before.items():
+            if path.read_bytes() == text:
+                os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        for extension, result in zip(self.extensions, translated, strict=True):
+            extension.sources = result.sources
+            extension.depends = result.depends
+        super().build_extensions()
+
+    def copy_file(self, infile: str, outfile: str, *args: object, **kwargs: object) -> object:
+        # An older release build must replace a newer debug build beside the sources.
+        force, self.force = self.force, True
         try:
-            super().build_extensions()
-        except (CompileError, DistutilsExecError) as error:
-            if compiler_missing(self.compiler):
-                sys.exit(
-                    "kvcore: no working C compiler was found "
-                    f"({' '.join(self.compiler.compiler)!r} does not run). Install one and try again: "
-                    "'apt-get install gcc libc6-dev python3-dev' (Debian, Ubuntu), "
-                    "'dnf install gcc python3-devel' (Fedora, openEuler), "
-                    "'xcode-select --install' (macOS)."
-                )
-            raise error
+            return super().copy_file(infile, outfile, *args, **kwargs)
+        finally:
+            self.force = force
 
 
-def compiler_missing(compiler: object) -> bool:
-    import subprocess
-
-    command = [*getattr(compiler, "compiler", ["cc"])[:1], "--version"]
+def available_cores() -> int:
     try:
-        return subprocess.run(command, capture_output=True, check=False).returncode != 0
-    except OSError:
-        return True
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
 
 
-def cython_modules() -> list[Extension]:
-    from Cython.Build import cythonize
-
-    return cythonize(
-        extensions(),
-        compiler_directives=DIRECTIVES,
-        nthreads=0,
-        include_path=["."],
-    )
+INSTALL = (
+    "'apt-get install gcc libc6-dev python3-dev' (Debian, Ubuntu), "
+    "'dnf install gcc python3-devel' (Fedora, openEuler), 'xcode-select --install' (macOS)"
+)
 
 
-setup(ext_modules=cython_modules(), cmdclass={"build_ext": BuildExt})
+def check_compiler(compiler: object) -> None:
+    """Compile and link an empty module; on failure, end with the sentence that says why."""
+    if sys.platform == "win32":
+        sys.exit("kvcore: Windows is not supported; use Linux, macOS, or WSL.")
+    command = " ".join(getattr(compiler, "compiler_so", ["cc"])[:1])
+    with tempfile.TemporaryDirectory() as folder:
+
+        def works(text: str, *, link: bool) -> bool:
+            source = Path(folder, "probe.c")
+            source.write_text(text)
+            library, objects = str(Path(folder, "probe.so")), [str(source.with_suffix(".o"))]
+            steps = [[*compiler.compiler_so, "-fPIC", "-c", str(source), "-o", *objects]]
+            if link:
+                steps.append([*compiler.linker_so, *objects, "-o", library])
+            include = [f"-I{path}" for path in compiler.include_dirs]
+            try:
+                return not any(
+                    subprocess.run([*step, *include], capture_output=True, check=False).returncode
+                    for step in steps
+                )
+            except OSError:
+                return False
+
+        if not works("#include <stdint.h>\nint kv_probe(void) { return 0; }\n", link=True):
+            sys.exit(
+                f"kvcore: no working C compiler was found ({command!r} cannot build a small "
+                f"library); install one and try again: {INSTALL}."
+            )
+        if not works("#include <Python.h>\nint kv_probe(void) { return 0; }\n", link=False):
+            sys.exit(
+                "kvcore: the C compiler works, but Python.h was not found; install the headers "
+                f"of Python {sys.version_info.major}.{sys.version_info.minor} and try again: "
+                f"{INSTALL}."
+            )
+
+
+os.chdir(Path(__file__).resolve().parent)  # module names are made from relative paths
+setup(ext_modules=extensions(), cmdclass={"build": Build, "build_ext": BuildExt})

@@ -107,4 +107,4 @@ class RaceError(KVCoreError, RuntimeError):
 
 
 class KVPortabilityWarning(UserWarning):
-    """The call works here and is legal, but the named hardware's kernels would do something else."""
+    """The call works here and is legal, but the named hardware would do something else."""
