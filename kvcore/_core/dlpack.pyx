@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DLPack capsules, versioned and not, read field by field.
+
+numpy's own importer refuses bfloat16 and the float8 types; the structure itself carries them.
+Layout and codes: dlpack.h, DLPack 1.1.
+"""
+
+from cpython.pycapsule cimport (
+    PyCapsule_GetPointer,
+    PyCapsule_IsValid,
+    PyCapsule_SetName,
+)
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+
+cdef extern from *:
+    """
+    #include <stdint.h>
+    typedef struct { int32_t device_type, device_id; } kv_dl_device;
+    typedef struct { uint8_t code, bits; uint16_t lanes; } kv_dl_type;
+    typedef struct {
+        void *data; kv_dl_device device; int32_t ndim; kv_dl_type dtype;
+        int64_t *shape, *strides; uint64_t byte_offset;
+    } kv_dl_tensor;
+    typedef struct kv_dl_managed {
+        kv_dl_tensor dl_tensor; void *manager_ctx; void (*deleter)(struct kv_dl_managed *);
+    } kv_dl_managed;
+    typedef struct kv_dl_versioned {
+        uint32_t major, minor; void *manager_ctx;
+        void (*deleter)(struct kv_dl_versioned *);
+        uint64_t flags; kv_dl_tensor dl_tensor;
+    } kv_dl_versioned;
+    """
+    ctypedef struct kv_dl_device:
+        int32_t device_type
+        int32_t device_id
+    ctypedef struct kv_dl_type:
+        uint8_t code
+        uint8_t bits
+        uint16_t lanes
+    ctypedef struct kv_dl_tensor:
+        void* data
+        kv_dl_device device
+        int32_t ndim
+        kv_dl_type dtype
+        int64_t* shape
+        int64_t* strides
+        uint64_t byte_offset
+    ctypedef struct kv_dl_managed:
+        kv_dl_tensor dl_tensor
+        void (*deleter)(kv_dl_managed*) noexcept
+    ctypedef struct kv_dl_versioned:
+        uint32_t major
+        uint64_t flags
+        kv_dl_tensor dl_tensor
+        void (*deleter)(kv_dl_versioned*) noexcept
+
+cdef dict NAMES = {
+    (0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64",
+    (1, 8): "uint8", (1, 16): "uint16", (1, 32): "uint32", (1, 64): "uint64",
+    (2, 16): "float16", (2, 32): "float32", (2, 64): "float64",
+    (4, 16): "bfloat16", (6, 8): "bool",
+    (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2",
+}
+cdef object FLOAT4_X2 = (17, 4, 2)  # kDLFloat4_e2m1fn, two lanes: packed
+
+
+cdef class Tensor:
+    """One imported tensor: holds the producer's memory until it goes."""
+
+    cdef kv_dl_managed* old
+    cdef kv_dl_versioned* new
+    cdef readonly size_t address
+    cdef readonly tuple shape
+    cdef readonly tuple strides
+    cdef readonly str dtype_name
+    cdef readonly int itemsize
+    cdef readonly int device_type
+    cdef readonly bint read_only
+
+    def __dealloc__(self):
+        if self.old != NULL and self.old.deleter != NULL:
+            self.old.deleter(self.old)
+        if self.new != NULL and self.new.deleter != NULL:
+            self.new.deleter(self.new)
+
+    cdef fill(self, const kv_dl_tensor* t):
+        cdef int i
+        cdef int64_t step
+        code = (t.dtype.code, t.dtype.bits)
+        if (t.dtype.code, t.dtype.bits, t.dtype.lanes) == FLOAT4_X2:
+            self.dtype_name = "float4_e2m1"
+            self.itemsize = 1
+        elif t.dtype.lanes != 1:
+            raise ValueError(f"dtype with {t.dtype.lanes} lanes")
+        elif code[1] % 8:
+            raise ValueError(f"dtype of {code[1]} bits, not packed in bytes")
+        else:
+            self.dtype_name = NAMES.get(code, f"dlpack code {code[0]} bits {code[1]}")
+            self.itemsize = code[1] // 8
+        self.device_type = t.device.device_type
+        self.address = <size_t>t.data + t.byte_offset
+        self.shape = tuple([t.shape[i] for i in range(t.ndim)])
+        if t.strides != NULL:
+            self.strides = tuple([t.strides[i] * self.itemsize for i in range(t.ndim)])
+        else:
+            steps = []
+            step = self.itemsize
+            for i in range(t.ndim - 1, -1, -1):
+                steps.append(step)
+                step *= t.shape[i]
+            self.strides = tuple(steps[::-1])
+
+
+def import_tensor(obj):
+    """Take the tensor out of obj.__dlpack__(), asking for the versioned capsule first."""
+    cdef Tensor tensor = Tensor.__new__(Tensor)
+    try:
+        capsule = obj.__dlpack__(max_version=(1, 1))
+    except TypeError:
+        capsule = obj.__dlpack__()
+    if PyCapsule_IsValid(capsule, b"dltensor_versioned"):
+        tensor.new = <kv_dl_versioned*>PyCapsule_GetPointer(capsule, b"dltensor_versioned")
+        PyCapsule_SetName(capsule, b"used_dltensor_versioned")
+        if tensor.new.major != 1:
+            raise BufferError(f"DLPack version {tensor.new.major} is not understood")
+        tensor.read_only = tensor.new.flags & 1
+        tensor.fill(&tensor.new.dl_tensor)
+    elif PyCapsule_IsValid(capsule, b"dltensor"):
+        tensor.old = <kv_dl_managed*>PyCapsule_GetPointer(capsule, b"dltensor")
+        PyCapsule_SetName(capsule, b"used_dltensor")
+        tensor.fill(&tensor.old.dl_tensor)
+    else:
+        raise TypeError("__dlpack__() gave no unused DLPack capsule")
+    return tensor

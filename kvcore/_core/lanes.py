@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the bytes of a token lie: pure integers, from shapes and byte strides to piece loops."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["NZ_BYTES", "Lane", "Level", "make_lane"]
+
+#: Bytes of one FRACTAL_NZ column, for every dtype (32 // itemsize elements).
+NZ_BYTES = 32
+
+Level = tuple[
+    int, int, int
+]  # count, byte step on the linear side, byte step on the paged side
+
+
+class Lane(NamedTuple):
+    """One cache with its source, in bytes; kv_lane of lanes.h without addresses."""
+
+    tok_arg: int
+    page_arg: int
+    tok_offset: int
+    tok_inner: int
+    tok_outer_stride: int
+    tok_stride: int
+    block_stride: int
+    row_stride: int
+    levels: tuple[Level, ...]
+    piece_bytes: int
+    token_bytes: int
+    tiled: bool
+
+
+def coalesce(levels: list[Level], item_bytes: int) -> tuple[tuple[Level, ...], int]:
+    """The same bytes in the same order with as few and as long pieces as strides allow."""
+    levels = [level for level in levels if level[0] != 1]
+    piece = item_bytes
+    while levels and levels[-1][1] == piece and levels[-1][2] == piece:
+        piece *= levels.pop()[0]
+    merged: list[Level] = []
+    for count, tok, page in reversed(levels):
+        if merged:
+            inner_count, inner_tok, inner_page = merged[-1]
+            if tok == inner_count * inner_tok and page == inner_count * inner_page:
+                merged[-1] = (count * inner_count, inner_tok, inner_page)
+                continue
+        merged.append((count, tok, page))
+    return tuple(reversed(merged)), piece
+
+
+def make_lane(
+    tok_arg: int,
+    page_arg: int,
+    *,
+    tok_stride: int,
+    block_stride: int,
+    row_stride: int,
+    levels: list[Level],
+    item_bytes: int,
+    tok_offset: int = 0,
+    tok_inner: int = 0,
+    tok_outer_stride: int = 0,
+    nz: bool = False,
+) -> Lane:
+    """Build a lane from loops over single items, outermost first."""
+    token_bytes = item_bytes
+    for count, _, _ in levels:
+        token_bytes *= count
+    if token_bytes == 0:
+        loops, piece = (), 0
+    else:
+        loops, piece = coalesce(levels, item_bytes)
+    tiled = nz and piece == NZ_BYTES and len(loops) in (1, 2)
+    return Lane(
+        tok_arg,
+        page_arg,
+        tok_offset,
+        tok_inner,
+        tok_outer_stride,
+        tok_stride,
+        block_stride,
+        row_stride,
+        loops,
+        piece,
+        token_bytes,
+        tiled,
+    )

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+from libc.stdint cimport int64_t
+
+from kvcore._core.plan cimport Plan, Spec
+from kvcore._kernels.rows cimport kv_lane
+
+ctypedef struct lane_plan:
+    int tok_arg
+    int page_arg
+    int64_t tok_offset
+    kv_lane lane
+
+cdef class PagedSpec(Spec):
+    cdef lane_plan lanes[2]
+    cdef int n_lanes
+    cdef readonly int64_t num_tokens
+    cdef readonly int64_t num_slots
+    cdef readonly int64_t token_bytes
+    cdef bint gathers
+    cdef object words
+
+    cdef int load(self, Plan plan) except -1
+    cdef int run_lanes(self, Plan plan, int64_t page_offset) except -1
+
+cdef class SlotSpec(PagedSpec):
+    cdef int slot_arg

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Callable, Sequence
+
+from kvcore._core.lanes import Lane
+from kvcore._core.plan import Spec
+from kvcore.soc import SoC
+
+class PagedSpec(Spec):
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def token_bytes(self) -> int: ...
+
+class SlotSpec(PagedSpec):
+    def __init__(
+        self,
+        outputs: tuple[int, ...],
+        lanes: Sequence[Lane],
+        num_tokens: int,
+        block_size: int,
+        num_slots: int,
+        words: Callable[[int, int], Exception],
+        slot_arg: int,
+        warnings: tuple[str, ...] = (),
+        soc: SoC | None = None,
+    ) -> None: ...
+
+class AppendSpec(PagedSpec):
+    def __init__(
+        self,
+        outputs: tuple[int, ...],
+        lanes: Sequence[Lane],
+        num_tokens: int,
+        batch: int,
+        max_seq: int,
+        layers: int,
+        layer_stride: int,
+        layer: int | None,
+        layer_arg: int,
+        offset_arg: int,
+        length_arg: int,
+        words: Callable[[str, int, int, int], Exception],
+        warnings: tuple[str, ...] = (),
+        soc: SoC | None = None,
+    ) -> None: ...

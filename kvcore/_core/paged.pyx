@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Specs that move token rows between linear arrays and a paged cache.
+
+A PagedSpec knows its lanes (where tokens and slots lie) and gets one slot per token from
+load(); the rest, loading, range check, threads, kernel, is the same for every operator.
+"""
+
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from libc.stdint cimport int64_t
+from libc.stdlib cimport calloc, free
+
+import numpy
+
+from kvcore._core import ranges
+from kvcore._core.plan cimport Plan, Spec
+from kvcore._kernels.rows cimport kv_lane, rows_job, run_rows
+from kvcore._kernels.scan cimport (
+    first_at_or_above,
+    has_repeats,
+    load_indices,
+    strictly_increasing,
+)
+
+cdef enum:
+    KEEP_GIL_BYTES = 32768   # below it, giving up the GIL costs more than the copy
+    REPEAT_MAP_BYTES = 65536
+
+
+cdef int fill_lane(lane_plan* out, object lane, int64_t block_size) except -1:
+    cdef int i = 0
+    out.tok_arg = lane.tok_arg
+    out.page_arg = lane.page_arg
+    out.tok_offset = lane.tok_offset
+    out.lane.tok_inner = lane.tok_inner
+    out.lane.tok_outer_stride = lane.tok_outer_stride
+    out.lane.tok_stride = lane.tok_stride
+    out.lane.block_size = block_size
+    out.lane.block_stride = lane.block_stride
+    out.lane.row_stride = lane.row_stride
+    out.lane.flat = lane.block_stride == block_size * lane.row_stride
+    out.lane.shift = block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1
+    out.lane.tiled = lane.tiled
+    out.lane.bytes = lane.piece_bytes
+    out.lane.token_bytes = lane.token_bytes
+    out.lane.levels = len(lane.levels)
+    for n, tok_step, page_step in lane.levels:
+        out.lane.n[i] = n
+        out.lane.tok_step[i] = tok_step
+        out.lane.page_step[i] = page_step
+        i += 1
+    return 0
+
+
+cdef dict lane_numbers(const kv_lane* lane):
+    cdef int i
+    return {
+        "levels": lane.levels,
+        "bytes": lane.bytes,
+        "n": [lane.n[i] for i in range(lane.levels)],
+        "tok_step": [lane.tok_step[i] for i in range(lane.levels)],
+        "page_step": [lane.page_step[i] for i in range(lane.levels)],
+        "tok_inner": lane.tok_inner,
+        "tok_outer_stride": lane.tok_outer_stride,
+        "tok_stride": lane.tok_stride,
+        "block_size": lane.block_size,
+        "block_stride": lane.block_stride,
+        "row_stride": lane.row_stride,
+    }
+
+
+cdef class PagedSpec(Spec):
+    """lanes: one or two layout.Lane; num_slots: the bound of a slot; gathers: cache to linear."""
+
+    def __init__(
+        self, outputs, lanes, num_tokens, block_size, num_slots, words,
+        gathers=False, warnings=(), soc=None,
+    ):
+        Spec.__init__(self, outputs, warnings, soc)
+        self.n_lanes = len(lanes)
+        self.num_tokens = num_tokens
+        self.num_slots = num_slots
+        self.words = words
+        self.gathers = gathers
+        self.token_bytes = 0
+        for i, lane in enumerate(lanes):
+            fill_lane(&self.lanes[i], lane, block_size)
+            self.token_bytes += lane.token_bytes
+
+    cdef int load(self, Plan plan) except -1:
+        """Put num_tokens slots into plan.scratch, each below num_slots; negative ones skip."""
+        raise NotImplementedError
+
+    cdef int run_lanes(self, Plan plan, int64_t page_offset) except -1:
+        cdef kv_lane lanes[2]
+        cdef rows_job job
+        cdef int i, threads, used = 0
+        cdef bint ordered = False
+        cdef int64_t total = self.num_tokens * self.token_bytes
+        cdef unsigned char* bits
+        for i in range(self.n_lanes):
+            if self.lanes[i].lane.token_bytes == 0:
+                continue
+            lanes[used] = self.lanes[i].lane
+            lanes[used].tok = plan.views[self.lanes[i].tok_arg].data + self.lanes[i].tok_offset
+            lanes[used].page = plan.views[self.lanes[i].page_arg].data + page_offset
+            lanes[used].tok_lo = plan.views[self.lanes[i].tok_arg].data \
+                + plan.views[self.lanes[i].tok_arg].low
+            lanes[used].tok_hi = plan.views[self.lanes[i].tok_arg].data \
+                + plan.views[self.lanes[i].tok_arg].high
+            lanes[used].page_lo = plan.views[self.lanes[i].page_arg].data \
+                + plan.views[self.lanes[i].page_arg].low
+            lanes[used].page_hi = plan.views[self.lanes[i].page_arg].data \
+                + plan.views[self.lanes[i].page_arg].high
+            used += 1
+        job.lanes = lanes
+        job.n_lanes = used
+        job.slots = plan.scratch
+        job.n_tokens = self.num_tokens
+        job.gather = self.gathers
+        plan.copied_bytes = total
+        plan.copied_pieces = self.num_tokens * used
+        plan.last = True
+        threads = plan.threads_for(total)
+        if threads == 1 and total < KEEP_GIL_BYTES:
+            run_rows(&job, 1, False)
+            return 0
+        with nogil:
+            if threads > 1 and not self.gathers:
+                ordered = not strictly_increasing(plan.scratch, self.num_tokens)
+                if ordered and self.num_slots // 8 <= REPEAT_MAP_BYTES + 8 * self.num_tokens:
+                    bits = <unsigned char*>calloc(self.num_slots // 8 + 1, 1)
+                    if bits != NULL:
+                        ordered = has_repeats(plan.scratch, self.num_tokens, self.num_slots, bits)
+                        free(bits)
+            run_rows(&job, threads, ordered)
+        return 0
+
+    cdef object execute(self, Plan plan):
+        if self.num_tokens == 0 or self.token_bytes == 0:
+            plan.copied_bytes = 0
+            plan.copied_pieces = 0
+            plan.last = True
+            return None
+        self.load(plan)
+        self.run_lanes(plan, 0)
+        return None
+
+    cdef object check_values(self, Plan plan):
+        if self.num_tokens > 0 and self.token_bytes > 0:
+            self.load(plan)
+
+    def workspace_size(self, Plan plan):
+        return 8 * self.num_tokens if self.token_bytes else 0
+
+    def most_bytes(self, Plan plan):
+        return self.num_tokens * self.token_bytes
+
+    def accesses(self, Plan plan):
+        if self.num_tokens == 0 or self.token_bytes == 0:
+            return [], []
+        return self.row_accesses(plan, 0)
+
+    def row_accesses(self, Plan plan, int64_t page_offset):
+        cdef int i
+        slots = numpy.frombuffer(
+            PyBytes_FromStringAndSize(<char*>plan.scratch, self.num_tokens * 8), numpy.int64
+        )
+        linear, paged = [], []
+        cdef kv_lane lane
+        for i in range(self.n_lanes):
+            lane = self.lanes[i].lane
+            if lane.token_bytes == 0:
+                continue
+            tok = <size_t>plan.views[self.lanes[i].tok_arg].data + self.lanes[i].tok_offset
+            page = <size_t>plan.views[self.lanes[i].page_arg].data + page_offset
+            linear.append((self.lanes[i].tok_arg, ranges.linear(lane_numbers(&lane), tok, slots)))
+            paged.append((self.lanes[i].page_arg, ranges.paged(lane_numbers(&lane), page, slots)))
+        return (paged, linear) if self.gathers else (linear, paged)
+
+
+cdef class SlotSpec(PagedSpec):
+    """One slot per token from an index array: ScatterPaKvCache scenarios 1, 2, 6, 7."""
+
+    def __init__(self, outputs, lanes, num_tokens, block_size, num_slots, words, slot_arg,
+                 warnings=(), soc=None):
+        PagedSpec.__init__(
+            self, outputs, lanes, num_tokens, block_size, num_slots, words, False, warnings, soc
+        )
+        self.slot_arg = slot_arg
+
+    cdef int load(self, Plan plan) except -1:
+        cdef int64_t* slots = plan.reserve(self.num_tokens)
+        cdef int64_t bad
+        load_indices(
+            plan.views[self.slot_arg].data,
+            plan.views[self.slot_arg].strides[0],
+            plan.views[self.slot_arg].itemsize,
+            self.num_tokens,
+            slots,
+        )
+        bad = first_at_or_above(slots, self.num_tokens, self.num_slots)
+        if bad >= 0:
+            raise self.words(bad, slots[bad])
+        return 0
+
+    def accesses(self, Plan plan):
+        found = PagedSpec.accesses(self, plan)
+        extent = plan.extent(self.slot_arg)
+        if extent is not None:
+            found[0].append((self.slot_arg, numpy.array([extent], numpy.int64)))
+        return found
+
+
+cdef class AppendSpec(PagedSpec):
+    """KVCacheOperation: the slots follow from token_offset and seq_len, layer from layer_id."""
+
+    cdef int64_t layers, layer_stride, batch, max_seq
+    cdef object layer
+    cdef int layer_arg, offset_arg, length_arg
+
+    def __init__(self, outputs, lanes, num_tokens, batch, max_seq, layers, layer_stride, layer,
+                 layer_arg, offset_arg, length_arg, words, warnings=(), soc=None):
+        PagedSpec.__init__(
+            self, outputs, lanes, num_tokens, max_seq if max_seq > 0 else 1, batch * max_seq, words,
+            False, warnings, soc
+        )
+        self.batch = batch
+        self.max_seq = max_seq
+        self.layers = layers
+        self.layer_stride = layer_stride
+        self.layer_arg = layer_arg
+        self.offset_arg = offset_arg
+        self.length_arg = length_arg
+        self.layer = layer
+
+    cdef int64_t layer_of(self, Plan plan) except -1:
+        cdef int64_t layer
+        if self.layer is not None:
+            layer = self.layer
+        else:
+            load_indices(plan.views[self.layer_arg].data, 8, plan.views[self.layer_arg].itemsize,
+                         1, &layer)
+        if layer < 0 or layer >= self.layers:
+            raise self.words("layer_id", 0, layer, 0)
+        return layer
+
+    cdef int load(self, Plan plan) except -1:
+        cdef int64_t n = self.num_tokens + 2 * self.batch
+        cdef int64_t* slots = plan.reserve(n)
+        cdef int64_t* offsets = slots + self.num_tokens
+        cdef int64_t* lengths = offsets + self.batch
+        cdef int64_t b, j, first, total = 0
+        load_indices(plan.views[self.offset_arg].data, plan.views[self.offset_arg].strides[0],
+                     plan.views[self.offset_arg].itemsize, self.batch, offsets)
+        load_indices(plan.views[self.length_arg].data, plan.views[self.length_arg].strides[0],
+                     plan.views[self.length_arg].itemsize, self.batch, lengths)
+        for b in range(self.batch):
+            if lengths[b] < 0:
+                raise self.words("seq_len", b, lengths[b], 0)
+            if lengths[b] > self.num_tokens - total:
+                raise self.words("sum", b, lengths[b], total)
+            total += lengths[b]
+            if offsets[b] < lengths[b]:
+                raise self.words("token_offset", b, offsets[b], lengths[b])
+            if offsets[b] > self.max_seq:
+                raise self.words("max_seq", b, offsets[b], self.max_seq)
+            self.words_for_soc(b, offsets[b], lengths[b])
+        if total != self.num_tokens:
+            raise self.words("sum", self.batch, -1, total)
+        total = 0
+        for b in range(self.batch):
+            first = b * self.max_seq + offsets[b] - lengths[b]
+            for j in range(lengths[b]):
+                slots[total] = first + j
+                total += 1
+        return 0
+
+    cdef int words_for_soc(self, int64_t b, int64_t offset, int64_t length) except -1:
+        if self.soc is not None:
+            if length == 0:
+                raise self.words("soc seq_len", b, length, 0)
+            if offset >= self.max_seq:
+                raise self.words("soc token_offset", b, offset, self.max_seq)
+        return 0
+
+    cdef object execute(self, Plan plan):
+        cdef int64_t layer = self.layer_of(plan)
+        self.load(plan)
+        if self.num_tokens == 0 or self.token_bytes == 0:
+            plan.copied_bytes = 0
+            plan.copied_pieces = 0
+            plan.last = True
+        else:
+            self.run_lanes(plan, layer * self.layer_stride)
+        return plan.arrays[self.lanes[0].page_arg]
+
+    cdef object check_values(self, Plan plan):
+        self.layer_of(plan)
+        self.load(plan)
+
+    def accesses(self, Plan plan):
+        if self.num_tokens == 0 or self.token_bytes == 0:
+            return [], []
+        found = self.row_accesses(plan, self.layer_of(plan) * self.layer_stride)
+        for i in (self.layer_arg, self.offset_arg, self.length_arg):
+            extent = plan.extent(i)
+            if extent is not None:
+                found[0].append((i, numpy.array([extent], numpy.int64)))
+        return found

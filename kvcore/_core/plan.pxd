@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+from libc.stdint cimport int64_t
+
+from kvcore._core.arrays cimport View
+
+cdef enum:
+    MAX_ARRAYS = 12
+
+cdef class Spec:
+    cdef readonly tuple outputs        # indices of the arrays written
+    cdef readonly tuple warnings       # KVPortabilityWarning texts, given at each call
+    cdef readonly object soc
+    cdef unsigned int output_mask
+    cdef set disjoint                  # (i, j, distance) proven to share no byte
+
+    cdef object execute(self, Plan plan)
+    cdef object check_values(self, Plan plan)
+
+cdef class Plan:
+    cdef readonly Operator operator
+    cdef readonly Spec spec
+    cdef readonly tuple arrays
+    cdef readonly tuple params
+    cdef readonly object backend       # None: this library's own kernels
+    cdef object prepared
+    cdef list keep
+    cdef View views[MAX_ARRAYS]
+    cdef int num_threads               # 0: automatic
+    cdef bint busy
+    cdef bint ran
+    cdef int64_t* scratch              # private copies of index arrays
+    cdef int64_t scratch_size
+    cdef int64_t copied_bytes
+    cdef int64_t copied_pieces
+    cdef readonly object last          # what the last run leaves for touched()
+
+    cdef int64_t* reserve(self, int64_t count) except NULL
+    cdef int threads_for(self, int64_t nbytes) except -1
+
+cdef class Operator:
+    cdef readonly str name
+    cdef readonly tuple arguments
+    cdef object resolver
+    cdef dict specs
+    cdef int n_arrays
+
+    cdef Plan make(self, tuple arrays, tuple params, object soc, object backend, object num_threads)
+    cdef int keep_apart(self, Plan plan, Spec spec) except -1

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operator, Spec and Plan: the compiled call path.
+
+A call reads its arrays into views and packs ranks, shapes, strides, dtypes and flags into a
+signature.  The first call with a signature asks the operator's resolver (kvcore/ops, Python)
+for a Spec: every rule about shapes, dtypes, strides and modes is checked and worded there, once.
+Later calls with the same signature find the Spec in a dict, so that they pay for pointers and
+values only.  What depends on addresses (shared bytes) is tested at each call here; what depends
+on contents is tested by Spec.execute at each run.
+"""
+
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.contextvars cimport PyContextVar_Get
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t
+from libc.stdlib cimport free, realloc
+from libc.string cimport memcpy, strncmp
+
+import warnings as _warnings
+
+from kvcore import soc as _soc, threads as _threads
+from kvcore._core import overlap, settings
+from kvcore._core.arrays cimport ON_DEVICE, View, info_of, read_view, unchanged
+from kvcore.errors import KVPortabilityWarning, ParamInvalidError, StreamError
+
+cdef extern from "unistd.h":
+    char** environ  # declared with _GNU_SOURCE, which Python.h defines
+
+cdef enum:
+    MAX_SPECS = 4096       # signatures remembered by one operator
+    HEAD_BYTES = 16
+    PARALLEL_BYTES = 262144  # below it a second thread costs more than it moves
+
+cdef object SOC_VAR = _soc.CURRENT
+cdef object BACKEND_VAR = settings.BACKEND
+cdef int usable_cores = _threads.usable_cores()
+
+
+cdef bint has_environment() noexcept:
+    # One walk over the environment instead of three getenv calls; os.environ writes through to it.
+    cdef char** entry = environ
+    if entry == NULL:
+        return False
+    while entry[0] != NULL:
+        if entry[0][0] == b"K" and strncmp(entry[0], b"KVCORE_", 7) == 0:
+            return True
+        entry += 1
+    return False
+
+
+cdef inline object context_value(object var):
+    cdef PyObject* found = NULL
+    PyContextVar_Get(var, NULL, &found)
+    if found == NULL:
+        return None
+    value = <object>found
+    release(found)
+    return value
+
+
+cdef extern from *:
+    """
+    static inline void kv_release(PyObject *o) { Py_DECREF(o); }
+    """
+    void release "kv_release"(PyObject* o)
+
+
+cdef class Spec:
+    """What a signature resolves to: kernels and their numbers, no arrays."""
+
+    def __init__(self, tuple outputs, tuple warnings=(), soc=None):
+        cdef int i
+        self.outputs = outputs
+        self.warnings = warnings
+        self.soc = soc
+        self.output_mask = 0
+        for i in outputs:
+            self.output_mask |= 1u << i
+        self.disjoint = set()
+
+    cdef object execute(self, Plan plan):
+        raise NotImplementedError
+
+    cdef object check_values(self, Plan plan):
+        """Read and check the contents without moving a byte."""
+        raise NotImplementedError
+
+    def workspace_size(self, Plan plan):
+        """Bytes of scratch memory a run needs."""
+        return 0
+
+    def accesses(self, Plan plan):
+        """((argument index, ranges) read, the same written) of the last run; None before one."""
+        return None
+
+    def most_bytes(self, Plan plan):
+        """Payload bytes a run copies at the most."""
+        return 0
+
+
+cdef class Plan:
+    """One prepared call.  Made by the plan_* functions; may run many times.
+
+    run() re-reads the contents of the arrays, checks the values and moves the bytes.  It may be
+    called from any thread, one run at a time.
+    """
+
+    def __dealloc__(self):
+        free(self.scratch)
+
+    def __repr__(self):
+        shown = ", ".join(
+            f"{name}{list(self._shape(i))}"
+            for i, name in enumerate(self.operator.arguments)
+            if self.views[i].rank >= 0
+        )
+        return f"<Plan {self.operator.name}({shown})>"
+
+    def _shape(self, int i):
+        cdef int axis
+        return tuple([self.views[i].shape[axis] for axis in range(self.views[i].rank)])
+
+    cdef int64_t* reserve(self, int64_t count) except NULL:
+        cdef int64_t* grown
+        if count < 1:
+            count = 1
+        if count > self.scratch_size:
+            grown = <int64_t*>realloc(self.scratch, <size_t>(count * 8))
+            if grown == NULL:
+                raise MemoryError(f"{count * 8} bytes for a copy of the index arrays")
+            self.scratch = grown
+            self.scratch_size = count
+        return self.scratch
+
+    cdef int threads_for(self, int64_t nbytes) except -1:
+        if self.num_threads > 0:
+            return self.num_threads
+        if nbytes < PARALLEL_BYTES:
+            return 1
+        count = _threads.default_threads()
+        return count if count > 0 else usable_cores
+
+    def run(self):
+        """Check the contents and move the bytes; returns what the operator returns.
+
+        Raises StreamError when the plan is running already, ParamInvalidError when an array's
+        memory or shape is no longer what was planned, and the operator's errors about values.
+        An error leaves every array as it was.
+        """
+        cdef int i
+        if self.busy:
+            raise StreamError(
+                f"{self.operator.name}: expected one run of a plan at a time, "
+                "got a second while the first is running"
+            )
+        self.busy = True
+        try:
+            if self.ran:
+                for i in range(self.operator.n_arrays):
+                    if not unchanged(self.arrays[i], self.operator.arguments[i], &self.views[i]):
+                        name = self.operator.arguments[i]
+                        raise ParamInvalidError(
+                            f"{name}: expected the memory, shape and dtype it was planned with, "
+                            "got an array that changed since; make a new plan",
+                            argument=name,
+                        )
+            self.ran = True
+            if self.backend is not None:
+                return self.prepared()
+            return self.spec.execute(self)
+        finally:
+            self.busy = False
+
+    def check_values(self):
+        """Check the contents as run() does, and move nothing."""
+        self.spec.check_values(self)
+
+    def run_on_cpu(self):
+        """Run this library's own kernels whatever the backend; for backends to call."""
+        return self.spec.execute(self)
+
+    def infos(self):
+        """ArrayInfo of each argument, None for those not given."""
+        return tuple([
+            None if self.views[i].rank < 0
+            else info_of(self.arrays[i], self.operator.arguments[i], &self.views[i])
+            for i in range(self.operator.n_arrays)
+        ])
+
+    @property
+    def soc(self):
+        """The SoC whose limits were applied, or None."""
+        return self.spec.soc
+
+    @property
+    def workspace_size(self):
+        """Bytes of scratch memory a run needs besides the arrays."""
+        return self.spec.workspace_size(self)
+
+    @property
+    def bytes_moved(self):
+        """Payload bytes the last run copied; before a run, the most one can copy."""
+        return self.copied_bytes if self.last is not None else self.spec.most_bytes(self)
+
+    @property
+    def num_descriptors(self):
+        """Contiguous pieces the last run copied."""
+        return self.copied_pieces
+
+    @property
+    def reads(self):
+        """Everything a run may read: a tuple of Access."""
+        return overlap.extents(self, False)
+
+    @property
+    def writes(self):
+        """Everything a run may write: a tuple of Access."""
+        return overlap.extents(self, True)
+
+    def touched(self):
+        """(reads, writes) of the last run, exact to the row; before a run, (reads, writes)."""
+        found = self.spec.accesses(self) if self.last is not None else None
+        if found is None:
+            return self.reads, self.writes
+        return tuple([overlap.named(self, side) for side in found])
+
+    def extent(self, int i):
+        """(first, one past the last) byte address of argument i, or None."""
+        if self.views[i].rank < 0 or self.views[i].high == self.views[i].low:
+            return None
+        return (
+            <size_t>self.views[i].data + self.views[i].low,
+            <size_t>self.views[i].data + self.views[i].high,
+        )
+
+
+cdef class Operator:
+    """One operator: its array arguments by name, and the resolver that checks a signature.
+
+    resolver(infos, params, soc) -> Spec, infos being ArrayInfo or None per argument.
+    """
+
+    def __init__(self, str name, tuple arguments, resolver):
+        self.name = name
+        self.arguments = arguments
+        self.resolver = resolver
+        self.specs = {}
+        self.n_arrays = len(arguments)
+        if self.n_arrays > MAX_ARRAYS:
+            raise ValueError(f"{name}: at most {MAX_ARRAYS} arrays")
+
+    cdef Plan make(self, tuple arrays, tuple params, object soc, object backend, object num_threads):
+        cdef Plan plan = Plan.__new__(Plan)
+        cdef char packed[MAX_ARRAYS * (HEAD_BYTES + 128)]
+        cdef int64_t used = 0
+        cdef int i, axes
+        cdef bint on_device = False, outside = False
+        cdef bint environment = has_environment()
+        cdef Spec spec
+        plan.operator = self
+        plan.arrays = arrays
+        plan.params = params
+        plan.keep = []
+        for i in range(self.n_arrays):
+            read_view(arrays[i], self.arguments[i], &plan.views[i], plan.keep)
+            memcpy(packed + used, &plan.views[i].rank, HEAD_BYTES)
+            used += HEAD_BYTES
+            if plan.views[i].rank > 0:
+                axes = plan.views[i].rank * 8
+                memcpy(packed + used, plan.views[i].shape, axes)
+                memcpy(packed + used + axes, plan.views[i].strides, axes)
+                used += 2 * axes
+                on_device |= plan.views[i].flags & ON_DEVICE
+            # The signature does not hold the name of a dtype outside the table.
+            outside |= plan.views[i].dtype < 0 and plan.views[i].rank >= 0
+        if soc is not None:
+            soc = _soc.resolve(soc)
+        else:
+            soc = context_value(SOC_VAR)
+            if soc is None and environment:
+                soc = _soc.from_environment()
+        if num_threads is not None:
+            plan.num_threads = _threads.check(num_threads)
+        elif environment:
+            plan.num_threads = _threads.default_threads()
+        signature = (PyBytes_FromStringAndSize(packed, used), params, soc)
+        try:
+            found = None if outside else self.specs.get(signature)
+        except TypeError:  # an unhashable parameter: the resolver words the error
+            found = self.resolver(plan.infos(), params, soc)
+            signature = None
+        if found is None:
+            found = self.resolver(plan.infos(), params, soc)
+            if len(self.specs) >= MAX_SPECS:
+                self.specs.clear()
+            self.specs[signature] = found
+        spec = <Spec?>found
+        plan.spec = spec
+        self.keep_apart(plan, spec)
+        if spec.warnings:
+            for text in spec.warnings:
+                _warnings.warn(text, KVPortabilityWarning, stacklevel=3)
+        if on_device or environment or backend is not None or settings.active:
+            plan.backend, plan.prepared = settings.choose(plan, backend, on_device)
+        return plan
+
+    cdef int keep_apart(self, Plan plan, Spec spec) except -1:
+        # No output may share a byte with another argument. Bounds first; where they meet, the
+        # answer depends on the distance alone and is remembered.
+        cdef int i, j
+        cdef View* a
+        cdef View* b
+        for i in range(self.n_arrays):
+            if not (spec.output_mask >> i) & 1:
+                continue
+            a = &plan.views[i]
+            if a.rank < 0 or a.low == a.high:
+                continue
+            for j in range(self.n_arrays):
+                b = &plan.views[j]
+                if j == i or b.rank < 0 or b.low == b.high:
+                    continue
+                if a.data + a.low >= b.data + b.high or b.data + b.low >= a.data + a.high:
+                    continue
+                if (spec.output_mask >> j) & 1 and j < i:
+                    continue
+                meeting = (i, j, <int64_t>(b.data - a.data))
+                if meeting not in spec.disjoint:
+                    overlap.check_apart(plan.infos(), i, j)
+                    if len(spec.disjoint) >= MAX_SPECS:
+                        spec.disjoint.clear()
+                    spec.disjoint.add(meeting)
+        return 0
+
+    def plan(self, tuple arrays, tuple params, soc=None, backend=None, num_threads=None):
+        """A Plan for these arrays, or the typed error of the first rule they break."""
+        return self.make(arrays, params, soc, backend, num_threads)
+
+    def call(self, tuple arrays, tuple params, soc=None, backend=None, num_threads=None):
+        """plan(...).run()"""
+        cdef Plan plan = self.make(arrays, params, soc, backend, num_threads)
+        if plan.backend is not None:
+            return plan.run()
+        plan.ran = True
+        return plan.spec.execute(plan)
+
+    def spec_for(self, tuple infos, tuple params, soc=None):
+        """Resolve ready-made infos (arrays or stand-ins with name, shape, strides, dtype)."""
+        return self.resolver(infos, params, soc)

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token rows between a linear array and a paged cache: Norm, NHSD, PA_NZ, contiguous caches.
+
+One loop serves all layouts, because a lane says where a token's pieces lie on either side.
+Tokens go in order, so of repeated slots the last token wins.  With several threads the tokens
+are dealt out in chunks when no slot repeats; otherwise each chunk takes the tokens of its own
+share of the slots, in order, and the result is the same.
+"""
+
+from libc.stdint cimport int64_t
+
+from kvcore._kernels.parallel cimport run_chunks
+
+# Tokens of one NZ tile: 16 rows of 2 KiB stay in a first-level cache while the tile is
+# written column by column.
+cdef enum:
+    TILE = 16
+
+
+cdef inline void move(
+    const kv_lane* lane, char* tok, char* page, int64_t n, bint gather
+) noexcept nogil:
+    kv_inside(lane.tok_lo, lane.tok_hi, tok, n, b"token")
+    kv_inside(lane.page_lo, lane.page_hi, page, n, b"cache")
+    if gather:
+        kv_copy(tok, page, n)
+    else:
+        kv_copy(page, tok, n)
+
+
+cdef inline void copy_pieces(const kv_lane* lane, char* tok, char* page, bint gather) noexcept nogil:
+    cdef int64_t i, j, k
+    cdef char* t1
+    cdef char* p1
+    cdef char* t2
+    cdef char* p2
+    if lane.levels == 1:
+        for i in range(lane.n[0]):
+            move(lane, tok + i * lane.tok_step[0], page + i * lane.page_step[0], lane.bytes, gather)
+    elif lane.levels == 2:
+        for i in range(lane.n[0]):
+            t1 = tok + i * lane.tok_step[0]
+            p1 = page + i * lane.page_step[0]
+            for j in range(lane.n[1]):
+                move(lane, t1 + j * lane.tok_step[1], p1 + j * lane.page_step[1], lane.bytes, gather)
+    else:
+        for i in range(lane.n[0]):
+            t1 = tok + i * lane.tok_step[0]
+            p1 = page + i * lane.page_step[0]
+            for j in range(lane.n[1]):
+                t2 = t1 + j * lane.tok_step[1]
+                p2 = p1 + j * lane.page_step[1]
+                for k in range(lane.n[2]):
+                    move(
+                        lane, t2 + k * lane.tok_step[2], p2 + k * lane.page_step[2], lane.bytes, gather
+                    )
+
+
+cdef void copy_whole(
+    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather
+) noexcept nogil:
+    # A token is one piece. Consecutive slots of packed rows are one copy.
+    cdef int64_t i = begin, j, slot, limit
+    cdef bint packed = (
+        lane.tok_inner == 0
+        and lane.tok_stride == lane.bytes
+        and lane.row_stride == lane.bytes
+    )
+    while i < end:
+        slot = slots[i]
+        if slot < 0:
+            i += 1
+            continue
+        j = i + 1
+        if packed:
+            limit = end
+            if not lane.flat and lane.block_size - slot % lane.block_size < limit - i:
+                limit = i + lane.block_size - slot % lane.block_size
+            while j < limit and slots[j] == slot + (j - i):
+                j += 1
+        move(lane, kv_tok(lane, i), kv_page(lane, slot), (j - i) * lane.bytes, gather)
+        i = j
+
+
+cdef void copy_tiles(
+    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather
+) noexcept nogil:
+    # FRACTAL_NZ: tokens of consecutive slots lie 32 bytes apart in each column, so a tile is
+    # written column by column.
+    cdef int64_t i = begin, j, t, c, h, slot, limit, heads, cols, head_tok, head_page
+    cdef int64_t col_tok, col_page
+    cdef char* tok
+    cdef char* page
+    heads = lane.n[0] if lane.levels == 2 else 1
+    head_tok = lane.tok_step[0] if lane.levels == 2 else 0
+    head_page = lane.page_step[0] if lane.levels == 2 else 0
+    cols = lane.n[lane.levels - 1]
+    col_tok = lane.tok_step[lane.levels - 1]
+    col_page = lane.page_step[lane.levels - 1]
+    while i < end:
+        slot = slots[i]
+        if slot < 0:
+            i += 1
+            continue
+        limit = lane.block_size - slot % lane.block_size
+        if limit > TILE:
+            limit = TILE
+        limit = i + limit if i + limit < end else end
+        j = i + 1
+        while j < limit and slots[j] == slot + (j - i):
+            j += 1
+        page = kv_page(lane, slot)
+        if j - i == 1:
+            copy_pieces(lane, kv_tok(lane, i), page, gather)
+        else:
+            for h in range(heads):
+                for c in range(cols):
+                    for t in range(j - i):
+                        tok = kv_tok(lane, i + t) + h * head_tok + c * col_tok
+                        move(
+                            lane,
+                            tok,
+                            page + h * head_page + c * col_page + t * lane.row_stride,
+                            32,
+                            gather,
+                        )
+        i = j
+
+
+cdef void copy_tokens(
+    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather
+) noexcept nogil:
+    cdef int64_t i
+    if lane.token_bytes == 0:
+        return
+    if lane.levels == 0:
+        copy_whole(lane, slots, begin, end, gather)
+    elif lane.tiled:
+        copy_tiles(lane, slots, begin, end, gather)
+    else:
+        for i in range(begin, end):
+            if slots[i] >= 0:
+                copy_pieces(lane, kv_tok(lane, i), kv_page(lane, slots[i]), gather)
+
+
+cdef void unordered_chunk(void* context, int64_t chunk) noexcept nogil:
+    cdef rows_job* job = <rows_job*>context
+    cdef int64_t begin = chunk * job.chunk_tokens
+    cdef int64_t end = begin + job.chunk_tokens
+    cdef int lane
+    if end > job.n_tokens:
+        end = job.n_tokens
+    for lane in range(job.n_lanes):
+        copy_tokens(&job.lanes[lane], job.slots, begin, end, job.gather)
+
+
+cdef void ordered_chunk(void* context, int64_t chunk) noexcept nogil:
+    cdef rows_job* job = <rows_job*>context
+    cdef int64_t i
+    cdef int lane
+    for lane in range(job.n_lanes):
+        for i in range(job.n_tokens):
+            # Eight neighbouring slots share a part: rows of less than a line stay together.
+            if job.slots[i] >= 0 and (job.slots[i] >> 3) % job.n_parts == chunk:
+                copy_tokens(&job.lanes[lane], job.slots, i, i + 1, job.gather)
+
+
+cdef void run_rows(rows_job* job, int n_threads, bint ordered) noexcept nogil:
+    cdef int lane
+    cdef int64_t chunks
+    if n_threads <= 1:
+        for lane in range(job.n_lanes):
+            copy_tokens(&job.lanes[lane], job.slots, 0, job.n_tokens, job.gather)
+    elif ordered:
+        job.n_parts = 2 * n_threads
+        run_chunks(ordered_chunk, job, job.n_parts, n_threads)
+    else:
+        chunks = 8 * n_threads
+        job.chunk_tokens = (job.n_tokens + chunks - 1) // chunks
+        if job.chunk_tokens < 1:
+            job.chunk_tokens = 1
+        run_chunks(
+            unordered_chunk, job, (job.n_tokens + job.chunk_tokens - 1) // job.chunk_tokens, n_threads
+        )
+
+
+def scatter(
+    const unsigned char[:, ::1] tokens,
+    unsigned char[:, :, ::1] cache,
+    const int64_t[::1] slots,
+    int n_threads=1,
+):
+    """Copy tokens[i] over cache[slot // block_size, slot % block_size]; negative slots skip.
+
+    tokens: [token, byte]; cache: [block, row, byte], written in place; slots: [token], each
+    below blocks * rows.  Raises ValueError on shapes that disagree and IndexError on a slot
+    outside, before anything is written.  The operators' own path to the same loops goes
+    through plans; this door is for tests and for byte arrays already at hand.
+    """
+    _run_bytes(tokens, cache, slots, n_threads, False)
+
+
+def gather(
+    unsigned char[:, ::1] tokens,
+    const unsigned char[:, :, ::1] cache,
+    const int64_t[::1] slots,
+    int n_threads=1,
+):
+    """Copy cache[slot // block_size, slot % block_size] over tokens[i]; the inverse of scatter."""
+    _run_bytes(tokens, cache, slots, n_threads, True)
+
+
+cdef _run_bytes(
+    const unsigned char[:, ::1] tokens,
+    const unsigned char[:, :, ::1] cache,
+    const int64_t[::1] slots,
+    int n_threads,
+    bint back,
+):
+    cdef kv_lane lane
+    cdef rows_job job
+    cdef int64_t i, n = tokens.shape[0], bound = cache.shape[0] * cache.shape[1]
+    if slots.shape[0] != n or cache.shape[2] != tokens.shape[1]:
+        raise ValueError(
+            f"expected slots [{n}] and cache rows of {tokens.shape[1]} bytes, "
+            f"got [{slots.shape[0]}] and {cache.shape[2]}"
+        )
+    if n_threads < 1:
+        raise ValueError(f"n_threads: expected at least 1, got {n_threads}")
+    for i in range(n):
+        if slots[i] >= bound:
+            raise IndexError(f"slots[{i}]: expected < {bound}, got {slots[i]}")
+    if n == 0 or bound == 0 or tokens.shape[1] == 0:
+        return
+    lane.tok = <char*>&tokens[0, 0]
+    lane.tok_inner = 0
+    lane.tok_outer_stride = 0
+    lane.tok_stride = tokens.strides[0]
+    lane.page = <char*>&cache[0, 0, 0]
+    lane.block_size = cache.shape[1]
+    lane.block_stride = cache.strides[0]
+    lane.row_stride = cache.strides[1]
+    lane.flat = lane.block_stride == lane.block_size * lane.row_stride
+    lane.shift = -1
+    lane.levels = 0
+    lane.tiled = 0
+    lane.bytes = tokens.shape[1]
+    lane.token_bytes = lane.bytes
+    lane.tok_lo = lane.tok
+    lane.tok_hi = lane.tok + (n - 1) * lane.tok_stride + lane.bytes
+    lane.page_lo = lane.page
+    lane.page_hi = (
+        lane.page
+        + (cache.shape[0] - 1) * lane.block_stride
+        + (cache.shape[1] - 1) * lane.row_stride
+        + lane.bytes
+    )
+    job.lanes = &lane
+    job.n_lanes = 1
+    job.slots = &slots[0]
+    job.n_tokens = n
+    job.gather = back
+    with nogil:
+        run_rows(&job, n_threads, True)

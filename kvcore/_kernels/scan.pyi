@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+from numpy import int64
+from numpy.typing import NDArray
+
+def first_outside(values: NDArray[int64], bound: int) -> int: ...
+def any_repeat(values: NDArray[int64], bound: int) -> bool: ...

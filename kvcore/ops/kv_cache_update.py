@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KVCacheOperation (ATB): append new tokens to a contiguous cache."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from kvcore._core.arrays import ArrayInfo
+from kvcore._core.lanes import make_lane
+from kvcore._core.paged import AppendSpec
+from kvcore._core.plan import Operator, Plan, Spec
+from kvcore.errors import ParamInvalidError
+from kvcore.ops import checks
+from kvcore.soc import SoC
+
+__all__ = ["kv_cache_update", "plan_kv_cache_update"]
+
+ARGUMENTS = ("new_kv", "layer_id", "past", "token_offset", "seq_len")
+NEW_KV, LAYER_ID, PAST, TOKEN_OFFSET, SEQ_LEN = range(5)
+
+
+def _resolve(
+    infos: tuple[ArrayInfo | None, ...], params: tuple[Any, ...], soc: SoC | None
+) -> Spec:
+    layer, dtype = params
+    new_kv = checks.need(infos[NEW_KV], "new_kv")
+    past = checks.need(infos[PAST], "past")
+    token_offset = checks.need(infos[TOKEN_OFFSET], "token_offset")
+    seq_len = checks.need(infos[SEQ_LEN], "seq_len")
+    wanted = checks.dtype_named(dtype, "dtype")
+    own = checks.data_dtype(new_kv, wanted)
+    checks.same_dtype(past, checks.data_dtype(past, wanted), own, "new_kv")
+    checks.rank(past, (4,), "[layer, batch, max_seq, hidden]")
+    layers, batch, max_seq, hidden = past.shape
+    checks.rank(new_kv, (2, 4), "[ntokens, hidden] or [a, b, c, d]")
+    checks.shape(token_offset, (batch,), "[batch] of past")
+    checks.shape(seq_len, (batch,), "[batch] of past")
+    if layer is None:
+        layer_id = checks.need(infos[LAYER_ID], "layer_id", "an int or an array [1]")
+        checks.shape(layer_id, (1,), "[1]")
+        checks.one_index_dtype(layer_id, token_offset, seq_len)
+    else:
+        checks.one_index_dtype(token_offset, seq_len)
+        if not 0 <= layer < layers:
+            raise _fault(layers, max_seq, 0, "layer_id", 0, layer, 0)
+    if len(new_kv.shape) == 2:
+        tokens, width = new_kv.shape
+        inner, outer_stride, tok_stride = 0, 0, new_kv.strides[0]
+        levels = [(width, new_kv.strides[1], past.strides[3])]
+    else:
+        a, b, c, d = new_kv.shape
+        tokens, width = a * b, c * d
+        outer_stride, tok_stride = new_kv.strides[:2]
+        inner = b
+        if a <= 1 or outer_stride == b * tok_stride:
+            inner = outer_stride = 0
+        elif b == 1:
+            inner, tok_stride, outer_stride = 0, outer_stride, 0
+        levels = [
+            (c, new_kv.strides[2], d * past.strides[3]),
+            (d, new_kv.strides[3], past.strides[3]),
+        ]
+    if width != hidden:
+        shown = list(new_kv.shape)
+        checks.fail(
+            "new_kv", f"tokens of hidden size {hidden} (past {list(past.shape)})", shown
+        )
+    checks.output(past)
+    lane = make_lane(
+        NEW_KV,
+        PAST,
+        tok_stride=tok_stride,
+        tok_inner=inner,
+        tok_outer_stride=outer_stride,
+        block_stride=past.strides[1],
+        row_stride=past.strides[2],
+        levels=levels,
+        item_bytes=past.itemsize,
+    )
+    return AppendSpec(
+        (PAST,),
+        [lane],
+        tokens,
+        batch,
+        max_seq,
+        layers,
+        past.strides[0],
+        layer,
+        LAYER_ID,
+        TOKEN_OFFSET,
+        SEQ_LEN,
+        partial(_fault, layers, max_seq, tokens),
+        (),
+        soc,
+    )
+
+
+def _fault(
+    layers: int, max_seq: int, tokens: int, rule: str, index: int, seen: int, other: int
+) -> Exception:
+    """The error of a value; ``other`` is what it was compared with."""
+    argument, where = rule, f"[{index}]"
+    if rule == "layer_id":
+        expected, where = f"0 <= layer < {layers}", ""
+    elif rule == "seq_len":
+        expected = "a length >= 0"
+    elif rule == "sum":
+        argument, where = "seq_len", ""
+        expected = f"lengths that sum to {tokens} (tokens of new_kv)"
+        sums = other if seen < 0 else other + seen
+        return ParamInvalidError(
+            f"seq_len: expected {expected}, got {sums}"
+            + ("" if seen < 0 else f" at index {index}"),
+            argument="seq_len",
+            seen=sums,
+            expected=expected,
+        )
+    elif rule == "token_offset":
+        expected = f"at least seq_len[{index}] = {other} (the length after this write)"
+    elif rule == "max_seq":
+        argument, expected = "token_offset", f"at most max_seq {max_seq}"
+    elif rule == "soc seq_len":
+        argument, expected = "seq_len", "a length > 0 on this SoC"
+    else:
+        argument, expected = "token_offset", f"less than max_seq {max_seq} on this SoC"
+    return ParamInvalidError(
+        f"{argument}{where}: expected {expected}, got {seen}",
+        argument=argument,
+        seen=seen,
+        expected=expected,
+    )
+
+
+_UPDATE = Operator("kv_cache_update", ARGUMENTS, _resolve)
+
+
+def _layer(layer_id: Any) -> tuple[Any, int | None]:
+    """(array, None) or (None, int)."""
+    if type(layer_id) is int:
+        return None, layer_id
+    if isinstance(layer_id, bool):
+        checks.fail("layer_id", "an int or an array [1]", repr(layer_id))
+    if hasattr(layer_id, "__index__") and not hasattr(layer_id, "shape"):
+        return None, int(layer_id.__index__())
+    return layer_id, None
+
+
+def kv_cache_update(
+    new_kv: Any,
+    layer_id: Any,
+    past: Any,
+    token_offset: Any,
+    seq_len: Any,
+    *,
+    dtype: Any = None,
+    soc: Any = None,
+    backend: Any = None,
+    num_threads: int | None = None,
+) -> Any:
+    """Append each request's new tokens to one layer of a contiguous cache; returns past.
+
+    new_kv:       [ntokens, hidden], or [a, b, c, d] read as [a*b, c*d] tokens in order.
+    layer_id:     [1] int32 or int64, or a Python int.
+    past:         [layer, batch, max_seq, hidden]; only that layer's new rows are written.
+    token_offset: [batch], the length *after* this write.
+    seq_len:      [batch], new tokens per request; 0 writes nothing.
+
+    Request b's seq_len[b] tokens go to positions token_offset[b] - seq_len[b] and following.
+    Everything is checked before the first byte is written: layer_id in [0, layers), seq_len >= 0,
+    token_offset >= seq_len and <= max_seq, sum(seq_len) == ntokens; ParamNullError or
+    ParamInvalidError otherwise. Source: ATB KVCacheOperation (which checks neither the layer nor
+    the offsets).
+    """
+    array, layer = _layer(layer_id)
+    return _UPDATE.call(
+        (new_kv, array, past, token_offset, seq_len),
+        (layer, dtype),
+        soc,
+        backend,
+        num_threads,
+    )
+
+
+def plan_kv_cache_update(
+    new_kv: Any,
+    layer_id: Any,
+    past: Any,
+    token_offset: Any,
+    seq_len: Any,
+    *,
+    dtype: Any = None,
+    soc: Any = None,
+    backend: Any = None,
+    num_threads: int | None = None,
+) -> Plan:
+    """A Plan of kv_cache_update with the same arguments."""
+    array, layer = _layer(layer_id)
+    return _UPDATE.plan(
+        (new_kv, array, past, token_offset, seq_len),
+        (layer, dtype),
+        soc,
+        backend,
+        num_threads,
+    )
