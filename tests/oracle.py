@@ -35,6 +35,10 @@ from oracle_numbers import (
     pack_float4,
     unpack_float4,
 )
+from oracle_rules import Violation
+from oracle_rules_gather import gather_pa_violations, selection_violations
+from oracle_rules_scatter import scatter_pa_cache_violations, scatter_violations
+from oracle_rules_update import update_violations
 from oracle_scatter import ScatterResult, scatter_pa_cache, scatter_pa_kv_cache
 from oracle_update import (
     kv_cache_update,
@@ -49,6 +53,8 @@ __all__ = [
     "Result",
     "ScatterResult",
     "SelectionResult",
+    "Violation",
+    "apply",
     "bits",
     "decode",
     "encode",
@@ -68,6 +74,7 @@ __all__ = [
     "scatter_pa_kv_cache",
     "settle",
     "unpack_float4",
+    "violations",
 ]
 
 
@@ -146,3 +153,25 @@ def settle(result: Result, argument: str, actual: Array, element: str | None = N
         free |= nans & is_nan(seen, name)
     expected[free] = seen[free]
     return expected
+
+
+def apply(operator: str, arguments: Mapping[str, Any]) -> Array | None:
+    """Do what the public function does: write the outputs in place and return its result."""
+    result = run(operator, arguments)
+    for name, array in result.outputs.items():
+        bits(arguments[name])[...] = bits(array)
+    return arguments["past"] if operator == "kv_cache_update" else result.returned
+
+
+def violations(operator: str, arguments: Mapping[str, Any]) -> list[Violation]:
+    """Every rule of sections 1 to 6 that the arguments break; an empty list: legal."""
+    return VIOLATIONS[operator](arguments)
+
+
+VIOLATIONS = {
+    "scatter_pa_kv_cache": scatter_violations,
+    "scatter_pa_cache": scatter_pa_cache_violations,
+    "kv_cache_update": update_violations,
+    "gather_pa_kv_cache": gather_pa_violations,
+    "gather_selection_kv_cache": selection_violations,
+}

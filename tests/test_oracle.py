@@ -188,3 +188,9 @@ def test_layout_inverses(dtype: type) -> None:
     matrix = cache.reshape(3, 4, 4 * c0)
     np.testing.assert_array_equal(oracle.nz_to_nd(oracle.nd_to_nz(matrix)), matrix)
     np.testing.assert_array_equal(oracle.nd_to_nz(matrix), oracle.paged_nd_to_nz(cache))
+
+
+@pytest.mark.parametrize(("name", "typed"), FORMS)
+def test_conformance_cases_are_legal(name: str, typed: bool) -> None:
+    case = conformance_cases.load(name, typed)
+    assert oracle.violations(case.operator, case.arguments) == []
