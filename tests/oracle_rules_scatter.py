@@ -83,9 +83,9 @@ def _types(a: Arguments) -> Iterator[Violation]:
     yield from check_data_dtypes(a, lanes)
     yield from check_index_dtypes(a, ("slot_mapping", *OPTIONAL))
     key_type = logical_name(a["key"], a.get("dtype"))
-    if _number(a) != 1 and not _alone(a):
-        if logical_name(a["value"], a.get("value_dtype")) != key_type:
-            yield invalid("key and value differ in dtype", "key", "value", "dtype", "value_dtype")
+    value_type = key_type if _alone(a) else logical_name(a["value"], a.get("value_dtype"))
+    if _number(a) != 1 and value_type != key_type:
+        yield invalid("key and value differ in dtype", "key", "value", "dtype", "value_dtype")
     if _rule(a) == "Rope" and key_type in FLOAT4:
         yield invalid("float4 has no mean", "key", "value", "dtype", "value_dtype", "scatter_mode")
 
@@ -163,12 +163,12 @@ def _lane_shape(a: Arguments, number: int, source: str, cache: str, nct: bool) -
 def _index_shapes(a: Arguments, number: int) -> Iterator[Violation]:
     key, slots = a["key"], a["slot_mapping"]
     if number not in (3, 4, 5):
+        nct = number in (2, 6) and a.get("scatter_mode") == "Nct"
         if slots.ndim != 1:
             yield invalid("is not 1-D", "slot_mapping")
-        elif a.get("scatter_mode") != "Nct" or number == 1:
-            if len(slots) != key.shape[0]:
-                yield invalid("has not one slot a token", "slot_mapping", "key", "value")
-        if number in (2, 6) and a.get("scatter_mode") == "Nct":
+        elif not nct and len(slots) != key.shape[0]:
+            yield invalid("has not one slot a token", "slot_mapping", "key", "value")
+        if nct:
             for name in ("strides", "offsets"):
                 pair = a.get(name)
                 if pair is None:
@@ -265,5 +265,6 @@ def _window_values(a: Arguments, bound: int) -> Iterator[Violation]:
             what = f"[{i}]: the window ends past the sequence"
             yield invalid(what, "compress_seq_offset", "compress_lens")
         elif slot >= 0 and 0 <= n <= key.size:
-            if max(slot + 1, slot + len(run_tokens(rule, n, w, o))) > bound:
+            rows = len(run_tokens(rule, n, w, o))
+            if slot + max(rows, 1) > bound:
                 yield Violation(("slot_mapping",), SLOT, f"[{i}]: the run ends past the cache")
