@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV-cache operators of LLM inference on Ascend NPUs, exact and fast on a CPU."""
+"""KV-cache operators of LLM inference on Ascend NPUs, exact and fast on a CPU.
 
-from kvcore import errors
+Operators: scatter_pa_kv_cache, reshape_and_cache, kv_cache_update, and a plan_* function of each
+(plan once, run many times).  Layouts: kvcore.layout.  Backends: kvcore.backends.  The runtime
+(kvcore.runtime, kvcore.Device), the offload engine (kvcore.offload) and the torch operators
+(kvcore.torch) are imported when they are asked for.
+"""
+
+from typing import Any
+
+from kvcore import backends, errors, layout
+from kvcore.about import info
 from kvcore.errors import (
     BackendUnavailableError,
     CaptureError,
@@ -14,6 +23,7 @@ from kvcore.errors import (
     SlotRangeError,
     StreamError,
 )
+from kvcore.float4 import pack_float4, unpack_float4
 from kvcore.ops.kv_cache_update import kv_cache_update, plan_kv_cache_update
 from kvcore.ops.scatter_pa import (
     plan_scatter_pa_kv_cache,
@@ -24,3 +34,45 @@ from kvcore.soc import SoC, use_soc
 from kvcore.threads import get_num_threads, set_num_threads
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BackendUnavailableError",
+    "CaptureError",
+    "DeviceOutOfMemoryError",
+    "KVCoreError",
+    "KVPortabilityWarning",
+    "ParamInvalidError",
+    "ParamNullError",
+    "RaceError",
+    "SlotRangeError",
+    "SoC",
+    "StreamError",
+    "backends",
+    "errors",
+    "get_num_threads",
+    "info",
+    "kv_cache_update",
+    "layout",
+    "pack_float4",
+    "plan_kv_cache_update",
+    "plan_scatter_pa_kv_cache",
+    "reshape_and_cache",
+    "scatter_pa_kv_cache",
+    "set_num_threads",
+    "unpack_float4",
+    "use_soc",
+]
+
+# Imported on first use: they bring anyio or torch, which the operators do not need.
+_LAZY: dict[str, str] = {}
+_LAZY_MODULES = ("offload", "runtime", "torch")
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    if name in _LAZY_MODULES:
+        return import_module(f"kvcore.{name}")
+    raise AttributeError(f"module 'kvcore' has no attribute {name!r}")

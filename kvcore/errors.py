@@ -9,6 +9,8 @@ hardware (161001 null, 161002 invalid), or None where there is none.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 __all__ = [
     "ACLNN_ERR_PARAM_INVALID",
     "ACLNN_ERR_PARAM_NULLPTR",
@@ -22,6 +24,7 @@ __all__ = [
     "RaceError",
     "SlotRangeError",
     "StreamError",
+    "fail",
 ]
 
 ACLNN_ERR_PARAM_NULLPTR = 161001
@@ -66,6 +69,16 @@ def _rebuild(
     error = cls(message)
     error.__dict__.update(state)
     return error
+
+
+def fail(argument: str, expected: str, seen: object) -> NoReturn:
+    """Raise ParamInvalidError in the one shape: argument, what was expected, what was seen."""
+    raise ParamInvalidError(
+        f"{argument}: expected {expected}, got {seen}",
+        argument=argument,
+        seen=seen,
+        expected=expected,
+    )
 
 
 class ParamNullError(KVCoreError, TypeError):

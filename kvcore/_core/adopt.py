@@ -8,16 +8,16 @@ what to keep alive) and words every error about an object that is no usable arra
 from __future__ import annotations
 
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from kvcore import dtypes
 from kvcore._core import dlpack
-from kvcore.errors import ParamInvalidError, ParamNullError
+from kvcore.errors import ParamInvalidError, ParamNullError, fail
 
-__all__ = ["Reading", "dtype_name", "is_fixed", "not_an_array", "numpy_dtype", "read"]
+__all__ = ["Reading", "as_raw", "dtype_name", "is_fixed", "not_an_array", "numpy_dtype", "read"]
 
 Reading = tuple[int, tuple[int, ...], tuple[int, ...], int, int, bool, bool, Any]
 
@@ -64,15 +64,6 @@ def not_an_array(obj: object, name: str) -> ParamInvalidError | ParamNullError:
     )
 
 
-def refuse(name: str, expected: str, seen: object) -> NoReturn:
-    raise ParamInvalidError(
-        f"{name}: expected {expected}, got {seen}",
-        argument=name,
-        seen=seen,
-        expected=expected,
-    )
-
-
 def read(obj: Any, name: str) -> Reading:
     """Describe any array; raises ParamNullError or ParamInvalidError naming the argument."""
     if isinstance(obj, np.ndarray):
@@ -96,7 +87,7 @@ def read(obj: Any, name: str) -> Reading:
         except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise _unreadable(name, "__array_interface__", error) from error
         if not shared:
-            refuse(name, "an __array_interface__ that shares memory", "a copy")
+            fail(name, "an __array_interface__ that shares memory", "a copy")
         return _numpy(array, name, array)
     if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
         return _dlpack(obj, name)
@@ -109,6 +100,31 @@ def read(obj: Any, name: str) -> Reading:
     except (TypeError, ValueError, RuntimeError) as error:
         raise _unreadable(name, "buffer", error) from error
     return _numpy(array, name, array)
+
+
+class _Raw:
+    """Shared memory as a raw unsigned numpy array; holds its owner."""
+
+    def __init__(self, reading: Reading, owner: object) -> None:
+        address, shape, strides, _, itemsize, read_only, _, _ = reading
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, read_only),
+            "shape": shape,
+            "strides": strides,
+            "typestr": f"{'<' if sys.byteorder == 'little' else '>'}u{itemsize}"
+            if itemsize > 1
+            else "|u1",
+        }
+
+
+def as_raw(obj: Any, name: str) -> np.ndarray[Any, Any]:
+    """A numpy view of any array as unsigned items of its size, sharing its memory."""
+    reading = read(obj, name)
+    if reading[4] not in (1, 2, 4, 8):
+        fail(name, "items of 1, 2, 4 or 8 bytes", f"dtype {dtype_name(obj)}")
+    return np.asarray(_Raw(reading, (obj, reading[7])))
 
 
 def is_fixed(obj: Any) -> bool:
@@ -138,12 +154,12 @@ def _unreadable(name: str, what: str, error: Exception) -> ParamInvalidError:
 
 def _numpy(array: Any, name: str, owner: Any) -> Reading:
     if isinstance(array, np.ma.MaskedArray):
-        refuse(name, "an array without a mask", "a MaskedArray")
+        fail(name, "an array without a mask", "a MaskedArray")
     found = array.dtype
     if array.ndim > MAX_RANK:
-        refuse(name, f"at most {MAX_RANK} axes", array.ndim)
+        fail(name, f"at most {MAX_RANK} axes", array.ndim)
     if found.byteorder not in "=|" and not found.isnative:
-        refuse(name, "native byte order", f"dtype {found.str}")
+        fail(name, "native byte order", f"dtype {found.str}")
     row = _row_of_name(str(found.name), name)
     return (
         array.ctypes.data,
@@ -160,7 +176,7 @@ def _numpy(array: Any, name: str, owner: Any) -> Reading:
 def _row_of_name(spelled: str, name: str) -> int:
     if spelled in UNPACKED_FLOAT4:
         known = UNPACKED_FLOAT4[spelled]
-        refuse(
+        fail(
             name,
             f"packed float4 (uint8 with dtype={known!r}; kvcore.pack_float4 packs)",
             f"an unpacked array of {spelled}, one byte an element",
@@ -177,30 +193,30 @@ def _is_torch(obj: Any) -> bool:
 def _torch(tensor: Any, name: str) -> Reading:
     torch: Any = sys.modules["torch"]
     if tensor.layout is not torch.strided:
-        refuse(name, "a dense (strided) tensor", f"layout {tensor.layout}")
+        fail(name, "a dense (strided) tensor", f"layout {tensor.layout}")
     if tensor.is_quantized:
-        refuse(name, "a tensor that is not quantized", str(tensor.dtype))
+        fail(name, "a tensor that is not quantized", str(tensor.dtype))
     if tensor.requires_grad:
-        refuse(
+        fail(
             name,
             "a tensor that does not require grad (use .detach())",
             "requires_grad=True",
         )
     if tensor.is_conj() or tensor.is_neg():
-        refuse(
+        fail(
             name,
             "a tensor without a conj or neg view (use .resolve_conj())",
             "a lazy view",
         )
     kind = tensor.device.type
     if kind not in ("cpu", "npu"):
-        refuse(
+        fail(
             name,
             "a tensor on 'cpu' (or 'npu' with the aclnn backend)",
             f"device {kind!r}",
         )
     if tensor.dim() > MAX_RANK:
-        refuse(name, f"at most {MAX_RANK} axes", tensor.dim())
+        fail(name, f"at most {MAX_RANK} axes", tensor.dim())
     spelled = str(tensor.dtype).removeprefix("torch.")
     row = (
         _row_of_name(TORCH_NAMES.get(spelled, spelled), name)
@@ -230,9 +246,9 @@ def _dlpack(obj: Any, name: str) -> Reading:
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise _unreadable(name, "DLPack tensor", error) from error
     if holder.device_type not in (1, 3, 11):  # kDLCPU, kDLCUDAHost, kDLROCMHost
-        refuse(name, "host memory", f"DLPack device type {holder.device_type}")
+        fail(name, "host memory", f"DLPack device type {holder.device_type}")
     if len(holder.shape) > MAX_RANK:
-        refuse(name, f"at most {MAX_RANK} axes", len(holder.shape))
+        fail(name, f"at most {MAX_RANK} axes", len(holder.shape))
     row = dtypes.BY_NAME.get(holder.dtype_name)
     return (
         holder.address,

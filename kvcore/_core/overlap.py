@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.errors import ParamInvalidError
+from kvcore.errors import fail
 
 __all__ = ["Access", "check_apart", "check_self", "extents", "merge", "named"]
 
@@ -84,12 +84,7 @@ def check_apart(infos: tuple[Any, ...], i: int, j: int) -> None:
     """Raise unless argument i, an output, shares no byte with argument j."""
     if _share(_as_array(infos[i]), _as_array(infos[j])):
         name, other = infos[i].name, infos[j].name
-        raise ParamInvalidError(
-            f"{name}: expected memory of its own, got bytes shared with {other}",
-            argument=name,
-            seen=f"bytes shared with {other}",
-            expected="memory of its own",
-        )
+        fail(name, "memory of its own", f"bytes shared with {other}")
 
 
 def _self_overlaps(info: Any) -> bool:
@@ -126,12 +121,10 @@ def check_self(info: Any) -> None:
     if 0 in info.shape or info.itemsize == 0:
         return
     if _self_overlaps(info):
-        raise ParamInvalidError(
-            f"{info.name}: expected elements with bytes of their own, got overlapping ones "
-            f"(shape {info.shape}, strides {info.strides} bytes)",
-            argument=info.name,
-            seen=info.strides,
-            expected="elements with bytes of their own",
+        fail(
+            info.name,
+            "elements with bytes of their own",
+            f"overlapping ones (shape {info.shape}, strides {info.strides} bytes)",
         )
 
 

@@ -27,6 +27,20 @@ class SlotSpec(PagedSpec):
         soc: SoC | None = None,
     ) -> None: ...
 
+class RangeSpec(PagedSpec):
+    def __init__(
+        self,
+        outputs: tuple[int, ...],
+        lanes: Sequence[Lane],
+        num_tokens: int,
+        block_size: int,
+        num_slots: int,
+        words: None,
+        gathers: bool = False,
+        warnings: tuple[str, ...] = (),
+        soc: SoC | None = None,
+    ) -> None: ...
+
 class AppendSpec(PagedSpec):
     def __init__(
         self,

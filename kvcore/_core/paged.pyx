@@ -211,6 +211,17 @@ cdef class SlotSpec(PagedSpec):
         return found
 
 
+cdef class RangeSpec(PagedSpec):
+    """Token i has slot i: whole caches from one layout to another."""
+
+    cdef int load(self, Plan plan) except -1:
+        cdef int64_t i
+        cdef int64_t* slots = plan.reserve(self.num_tokens)
+        for i in range(self.num_tokens):
+            slots[i] = i
+        return 0
+
+
 cdef class AppendSpec(PagedSpec):
     """KVCacheOperation: the slots follow from token_offset and seq_len, layer from layer_id."""
 

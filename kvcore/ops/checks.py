@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from kvcore import dtypes
 from kvcore._core.arrays import ArrayInfo
 from kvcore._core.overlap import check_self
 from kvcore.dtypes import DType
-from kvcore.errors import ParamInvalidError, ParamNullError, SlotRangeError
+from kvcore.errors import ParamNullError, SlotRangeError, fail
 
 __all__ = [
     "INT64_MAX",
@@ -37,16 +37,6 @@ __all__ = [
 ]
 
 INT64_MAX = 2**63 - 1
-
-
-def fail(argument: str, expected: str, seen: object) -> NoReturn:
-    """Raise ParamInvalidError in the one shape."""
-    raise ParamInvalidError(
-        f"{argument}: expected {expected}, got {seen}",
-        argument=argument,
-        seen=seen,
-        expected=expected,
-    )
 
 
 def need(info: ArrayInfo | None, argument: str, why: str = "an array") -> ArrayInfo:

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this installation has: kvcore.info()."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+
+from kvcore import backends, dtypes, soc, threads
+from kvcore._core import adopt
+
+__all__ = ["info"]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _dtype_row(row: dtypes.DType) -> str:
+    if row.packed:
+        return "packed two a byte in uint8 arrays; kvcore.pack_float4"
+    if row.name == "hifloat8":
+        found = importlib.util.find_spec("en_dtypes") is not None
+        return "en_dtypes, or raw uint8" if found else "raw uint8 (en_dtypes is not installed)"
+    kind = adopt.numpy_dtype(row)
+    assert kind is not None
+    return "numpy" if kind.isbuiltin == 1 else "ml_dtypes, or raw " + row.raw
+
+
+def info() -> dict[str, Any]:
+    """A nested dict: version, cpu, threads, soc, backends (None: usable, else why not), dtypes,
+    packages.  Takes milliseconds; it asks each backend whether it can run here."""
+    import kvcore
+
+    current = soc.current()
+    return {
+        "version": kvcore.__version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "cpu": {
+            "machine": platform.machine(),
+            "usable_cores": threads.usable_cores(),
+        },
+        "threads": {
+            "num_threads": threads.get_num_threads() or "automatic",
+            "environment": threads.ENVIRONMENT,
+        },
+        "soc": None if current is None else current.name,
+        "backends": {name: backends.why_not(name) for name in backends.names()},
+        "dtypes": {row.name: _dtype_row(row) for row in dtypes.DATA_DTYPES},
+        "packages": {
+            "numpy": np.__version__,
+            **{name: _version(name) for name in ("ml_dtypes", "en_dtypes", "anyio", "torch")},
+        },
+    }

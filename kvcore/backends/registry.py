@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backends by name, and which one a call gets.
+
+``backend=None`` goes by where the arrays live: host arrays to cpu, NPU tensors to aclnn, mixed is
+an error.  ``use()`` overrides per task, ``KVCORE_BACKEND`` per process, ``backend=`` per call; an
+override that cannot reach the memory is a BackendUnavailableError.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from typing import Any
+
+from kvcore._core import settings
+from kvcore._core.plan import Plan
+from kvcore.backends.base import Backend
+from kvcore.backends.cpu import CpuBackend
+from kvcore.errors import BackendUnavailableError, fail
+
+__all__ = ["available", "get", "names", "register", "use", "why_not"]
+
+ENTRY_POINTS = "kvcore.backends"
+ENVIRONMENT = "KVCORE_BACKEND"
+
+_lock = threading.RLock()
+_backends: dict[str, Backend] = {"cpu": CpuBackend()}
+_broken: dict[str, str] = {}
+_searched = False
+
+
+def register(name: str, backend: Backend) -> None:
+    """Add a backend. Raises ParamInvalidError for a name that is taken or an object that is none."""
+    if not isinstance(name, str) or not name.isidentifier():
+        fail("name", "an identifier", repr(name))
+    if not isinstance(backend, Backend):
+        fail("backend", "an object with name, spaces, why_not and prepare", type(backend).__name__)
+    with _lock:
+        if name in _backends and _backends[name] is not backend:
+            fail("name", "a name that is free", repr(name))
+        _backends[name] = backend
+
+
+def _search() -> None:
+    # Third parties are looked up when a name is asked for, not when kvcore is imported.
+    global _searched
+    with _lock:
+        if _searched:
+            return
+        _searched = True
+        for point in entry_points(group=ENTRY_POINTS):
+            try:
+                found = point.load()
+                register(point.name, found() if isinstance(found, type) else found)
+            except Exception as error:  # a broken plug-in must not break the others
+                _broken[point.name] = f"{type(error).__name__}: {error}"
+
+
+def names() -> tuple[str, ...]:
+    """Every registered backend."""
+    _search()
+    return tuple(_backends)
+
+
+def available() -> tuple[str, ...]:
+    """The backends that can run here."""
+    return tuple(name for name in names() if _backends[name].why_not() is None)
+
+
+def why_not(name: str) -> str | None:
+    """Why that backend cannot run here; None when it can."""
+    _search()
+    if name in _backends:
+        return _backends[name].why_not()
+    return _broken.get(name, f"no backend of that name; known: {', '.join(_backends)}")
+
+
+def get(name: str) -> Backend:
+    """The backend of that name, usable or not; ParamInvalidError lists the known ones."""
+    if name not in _backends:
+        _search()
+    if name not in _backends:
+        if name in _broken:
+            raise BackendUnavailableError(
+                f"backend {name!r} is not available: {_broken[name]}", argument="backend", seen=name
+            )
+        fail("backend", "one of " + ", ".join(map(repr, _backends)), repr(name))
+    return _backends[name]
+
+
+@contextmanager
+def use(name: str) -> Iterator[Backend]:
+    """Send every call of this task in the block to that backend.
+
+    Raises BackendUnavailableError when it cannot run here.
+    """
+    backend = get(name)
+    _require(backend, None)
+    settings.activate()
+    token = settings.BACKEND.set(name)
+    try:
+        yield backend
+    finally:
+        settings.BACKEND.reset(token)
+
+
+def _require(backend: Backend, plan: Plan | None) -> None:
+    reason = backend.why_not(plan)
+    if reason is not None:
+        raise BackendUnavailableError(
+            f"backend {backend.name!r} is not available: {reason}",
+            argument="backend",
+            seen=backend.name,
+            expected=reason,
+        )
+
+
+def _choose(
+    plan: Plan, backend: Any, on_device: bool
+) -> tuple[Backend | None, Callable[[], Any] | None]:
+    asked = backend
+    if asked is None:
+        asked = settings.BACKEND.get()
+    if asked is None:
+        asked = os.environ.get(ENVIRONMENT, "").strip() or None
+    if asked is None:
+        if not on_device:
+            return None, None
+        asked = "aclnn"
+    chosen = get(asked) if isinstance(asked, str) else asked
+    if not isinstance(chosen, Backend):
+        fail("backend", "a name or a Backend", type(asked).__name__)
+    if isinstance(chosen, CpuBackend) and not on_device:
+        return None, None
+    spaces = {"device" if info.on_device else "host" for info in plan.infos() if info is not None}
+    if len(spaces) > 1:
+        fail("backend", "arrays that all live on the host or all on one device", "a mixture")
+    _require(chosen, None)
+    if not spaces <= chosen.spaces:
+        raise BackendUnavailableError(
+            f"backend {chosen.name!r} cannot reach {', '.join(sorted(spaces - chosen.spaces))} memory",
+            argument="backend",
+            seen=chosen.name,
+        )
+    _require(chosen, plan)
+    return chosen, chosen.prepare(plan)
+
+
+settings.install(_choose)
