@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the import linter cannot see: compiled sources, lazy imports, what an import loads."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "kvcore"
+
+
+def files(*suffixes: str, below: str = "") -> list[Path]:
+    return sorted(p for p in (PACKAGE / below).rglob("*") if p.suffix in suffixes and p.is_file())
+
+
+def named(paths: list[Path]) -> list[object]:
+    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in paths]
+
+
+def loaded_by(statement: str) -> set[str]:
+    program = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    return set(done.stdout.split())
+
+
+CONCURRENT = {"asyncio", "trio", "sniffio"}
+HEAVY = {"rich", "torch", "hypothesis", "pytest"}
+UPPER = {"kvcore.runtime", "kvcore.offload", "kvcore.torch", "kvcore.cli", "kvcore.replay"}
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("kvcore", CONCURRENT | HEAVY | UPPER | {"anyio"}),
+        ("kvcore.cli", CONCURRENT | HEAVY | {"anyio", "kvcore.runtime", "kvcore.offload"}),
+        ("kvcore.runtime", CONCURRENT | HEAVY | {"kvcore.ops", "kvcore.backends", "kvcore._core"}),
+        ("kvcore.offload", CONCURRENT | HEAVY),
+    ],
+)
+def test_import_stays_light(module: str, absent: set[str]) -> None:
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not there yet")
+    if module == "kvcore.runtime":
+        # The parent package is imported first and brings the operators: look at what is added.
+        added = loaded_by(f"import {module}") - loaded_by("import kvcore")
+        assert not added & absent
+    else:
+        assert not loaded_by(f"import {module}") & absent
+
+
+# ---------------------------------------------------------------- compiled sources
+IMPORT = re.compile(
+    r"^\s*(?:from\s+(?P<source>[\w.]+)\s+(?P<kind>c?import)\b(?P<names>\s*\([^)]*\)|[^\n#]*)"
+    r"|(?P<plain>c?import)\s+(?P<modules>[\w., ]+))",
+    re.MULTILINE,
+)
+POSIX = {"errno.h", "pthread.h", "sched.h", "stdint.h", "string.h", "time.h", "unistd.h"}
+C_LEVEL = ("libc", "cpython", "cython")
+KVCORE = {
+    "_kernels": ("kvcore._kernels",),
+    "_core": (
+        *("kvcore._core", "kvcore._kernels", "kvcore.layout", "kvcore.soc", "kvcore.dtypes"),
+        *("kvcore.threads", "kvcore.errors"),
+    ),
+    "runtime": ("kvcore.runtime", "kvcore.errors"),
+}
+COMPILED = [path for folder in KVCORE for path in files(".pyx", ".pxd", below=folder)]
+
+
+def code_of(path: Path) -> str:
+    """The text without strings that span lines: a docstring may well start a line with 'import'."""
+    return re.sub(r'"""[\s\S]*?"""', '""', path.read_text())
+
+
+def imports_of(path: Path) -> list[tuple[str, str]]:
+    """(kind, module) of each import; ``from kvcore import x`` counts as kvcore.x."""
+    found = []
+    for match in IMPORT.finditer(code_of(path)):
+        if match["plain"]:
+            modules = [part.split(" as ")[0].strip() for part in match["modules"].split(",")]
+            found += [(match["plain"], module) for module in modules]
+        elif match["source"] == "kvcore":
+            names = match["names"].strip(" ()\n").split(",")
+            found += [
+                (match["kind"], f"kvcore.{name.split()[0]}") for name in names if name.strip()
+            ]
+        else:
+            found.append((match["kind"], match["source"]))
+    return found
+
+
+def within(module: str, roots: tuple[str, ...]) -> bool:
+    return any(module == root or module.startswith(root + ".") for root in roots)
+
+
+def test_every_compiled_source_is_in_a_known_folder() -> None:
+    known = {path for folder in KVCORE for path in (PACKAGE / folder).glob("*.pyx")}
+    assert set(files(".pyx")) == known
+
+
+@pytest.mark.parametrize("path", named(COMPILED))
+def test_compiled_sources_cimport_downwards_only(path: Path) -> None:
+    allowed = (*C_LEVEL, *KVCORE[path.parent.name])
+    cimports = [module for kind, module in imports_of(path) if kind == "cimport"]
+    assert [module for module in cimports if not within(module, allowed)] == []
+
+
+@pytest.mark.parametrize("path", named(COMPILED))
+def test_compiled_sources_import_downwards_only(path: Path) -> None:
+    imports = [module for kind, module in imports_of(path) if kind == "import"]
+    if path.parent.name == "_kernels":
+        assert imports == []  # a kernel moves bytes and knows no Python
+    ours = [module for module in imports if within(module, ("kvcore",))]
+    assert [module for module in ours if not within(module, KVCORE[path.parent.name])] == []
+    assert not {module.split(".")[0] for module in imports} & (CONCURRENT | HEAVY | {"anyio"})
+
+
+@pytest.mark.parametrize("path", named(COMPILED))
+def test_compiled_sources_use_own_or_standard_headers(path: Path) -> None:
+    # numpy's C API above all: it would tie a build to one numpy.
+    for header in re.findall(r'cdef extern from "<?([^">]+)', code_of(path)):
+        own = (path.parent / header, PACKAGE / "_kernels" / header)
+        assert header in POSIX or any(candidate.exists() for candidate in own), header
+
+
+@pytest.mark.parametrize("path", named(COMPILED))
+def test_directives_stand_in_setup_only(path: Path) -> None:
+    text = path.read_text()
+    assert not re.search(r"^#\s*cython\s*:", text, re.MULTILINE)
+    assert not re.search(r"cython\.(boundscheck|wraparound|initializedcheck|cdivision)", text)
+
+
+def test_every_compiled_module_has_a_stub() -> None:
+    assert [str(path) for path in files(".pyx") if not path.with_suffix(".pyi").exists()] == []
+
+
+def test_every_stub_has_a_compiled_module() -> None:
+    assert [str(path) for path in files(".pyi") if not path.with_suffix(".pyx").exists()] == []
+
+
+# ---------------------------------------------------------------- Python sources
+def imports_in(tree: ast.AST) -> set[str]:
+    """Top-level packages a Python source imports anywhere, import_module("x") included."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            callee = node.func.attr if isinstance(node.func, ast.Attribute) else None
+            callee = node.func.id if isinstance(node.func, ast.Name) else callee
+            if callee in ("import_module", "__import__"):
+                found.add(str(node.args[0].value))
+    return {name.split(".")[0] for name in found}
+
+
+def executed_at_import(tree: ast.Module) -> ast.Module:
+    """The module without the bodies of its functions and of ``if TYPE_CHECKING``."""
+
+    class Strip(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+            return None
+
+        def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+            return None
+
+        def visit_If(self, node: ast.If) -> ast.AST | None:
+            if "TYPE_CHECKING" in ast.unparse(node.test):
+                return None
+            return self.generic_visit(node)
+
+    return Strip().visit(tree)
+
+
+@pytest.mark.parametrize("path", named(files(".py", ".pyi")))
+def test_python_sources_import_what_their_place_allows(path: Path) -> None:
+    place = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    everywhere = imports_in(ast.parse(path.read_text()))
+    at_import = imports_in(executed_at_import(ast.parse(path.read_text())))
+    assert not everywhere & CONCURRENT, "kvcore runs on any event loop: use anyio"
+    assert "rich" not in at_import, "rich is imported where it is used"
+    if place not in ("cli", "replay", "bench"):
+        assert "rich" not in everywhere, "only the command line prints"
+    if place != "torch":
+        assert "torch" not in everywhere, "only kvcore.torch knows torch"
+    if place not in ("runtime", "offload"):
+        assert "anyio" not in at_import
+
+
+@pytest.mark.parametrize("path", named(files(".py", ".pyi", ".pyx", ".pxd", ".h", ".c")))
+def test_every_source_names_its_license(path: Path) -> None:
+    head = path.read_text().splitlines()[:2]
+    assert any("SPDX-License-Identifier: Apache-2.0" in line for line in head)
