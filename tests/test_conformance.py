@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+
 import numpy as np
 import pytest
 
@@ -13,14 +16,19 @@ import oracle
 TYPED_NAMES = [name for name in conformance_cases.NAMES if conformance_cases.can_be_typed(name)]
 
 
-def need(operator: str) -> None:
-    if not hasattr(kvcore, operator):
-        pytest.skip(f"kvcore.{operator} is not there yet")
+def need(case: conformance_cases.ConformanceCase) -> None:
+    """Skip what has not landed; this function and its one call go when everything has."""
+    if not hasattr(kvcore, case.operator):
+        pytest.skip(f"kvcore.{case.operator} is not there yet")
+    if case.meta.get("scenario") in (3, 4, 5):
+        compress = importlib.import_module("kvcore.ops.compress")
+        if "a mode this version has" in inspect.getsource(compress):
+            pytest.skip("the compressing scenarios are not there yet")
 
 
 def check(name: str, typed: bool) -> None:
     case = conformance_cases.load(name, typed)
-    need(case.operator)
+    need(case)
     inputs = {k: np.array(v) for k, v in case.arguments.items() if isinstance(v, np.ndarray)}
     want = oracle.run(case.operator, case.arguments)
     returned = getattr(kvcore, case.operator)(**case.arguments)

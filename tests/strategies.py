@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hypothesis strategies for whole calls, legal by construction or broken on purpose.
+
+Each legal strategy draws a :class:`cases.Case`; each illegal one a :class:`cases.IllegalCase`
+made from a legal case by breaking one rule.  Shapes are small; dtypes, index types, strides,
+interleaving, offsets, repeated and negative slots, and the bits of the data vary.
+"""
+
+from __future__ import annotations
+
+from strategies_scatter import scatter_cases, scatter_pa_cache_cases
+
+__all__ = [
+    "scatter_cases",
+    "scatter_pa_cache_cases",
+]
