@@ -63,9 +63,7 @@ class KVCoreError(Exception):
         return (_rebuild, (type(self), str(self), dict(self.__dict__)))
 
 
-def _rebuild(
-    cls: type[KVCoreError], message: str, state: dict[str, object]
-) -> KVCoreError:
+def _rebuild(cls: type[KVCoreError], message: str, state: dict[str, object]) -> KVCoreError:
     error = cls(message)
     error.__dict__.update(state)
     return error

@@ -29,13 +29,13 @@ def pack_float4(x: Any) -> NDArray[np.uint8]:
         fail("x", "float4 (one byte an element) or uint8 codes", f"dtype {array.dtype.name}")
     if array.ndim == 0 or array.shape[-1] % 2:
         fail("x", "a last axis of even size", list(array.shape))
-    codes = array.view(np.uint8)
+    codes: NDArray[np.uint8] = array.view(np.uint8)
     if array.dtype == np.uint8:
         if codes.size and codes.max() > 15:
             fail("x", "codes 0..15", int(codes.max()))
     else:
-        codes = codes & 15
-    packed: NDArray[np.uint8] = codes[..., 0::2] | (codes[..., 1::2] << 4)
+        codes = codes & np.uint8(15)
+    packed: NDArray[np.uint8] = codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
     return packed
 
 

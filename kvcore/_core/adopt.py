@@ -38,7 +38,8 @@ def numpy_dtype(row: dtypes.DType) -> np.dtype[Any] | None:
     if row.packed:
         return None
     if row.name in ("bfloat16", "float8_e5m2", "float8_e4m3fn"):
-        return np.dtype(getattr(ml_dtypes, row.name))
+        known: np.dtype[Any] = np.dtype(getattr(ml_dtypes, row.name))
+        return known
     if row.name == "hifloat8":
         # en_dtypes is optional and slow to import: its arrays are known by name once they appear.
         package = sys.modules.get("en_dtypes")
@@ -73,17 +74,12 @@ def read(obj: Any, name: str) -> Reading:
         return _numpy(inner, name, inner)
     if _is_torch(obj):
         return _torch(obj, name)
-    if obj is None or isinstance(
-        obj, np.generic | str | int | float | list | tuple | dict
-    ):
+    if obj is None or isinstance(obj, np.generic | str | int | float | list | tuple | dict):
         raise not_an_array(obj, name)
     if hasattr(obj, "__array_interface__"):
         try:
             array = np.asarray(obj)
-            shared = (
-                array.ctypes.data == obj.__array_interface__["data"][0]
-                or array.size == 0
-            )
+            shared = array.ctypes.data == obj.__array_interface__["data"][0] or array.size == 0
         except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise _unreadable(name, "__array_interface__", error) from error
         if not shared:
@@ -129,11 +125,7 @@ def as_raw(obj: Any, name: str) -> np.ndarray[Any, Any]:
 
 def is_fixed(obj: Any) -> bool:
     """Whether the object's memory and shape cannot change while something keeps it exported."""
-    return not (
-        isinstance(obj, np.ndarray)
-        or _is_torch(obj)
-        or hasattr(obj, "__kvcore_array__")
-    )
+    return not (isinstance(obj, np.ndarray) or _is_torch(obj) or hasattr(obj, "__kvcore_array__"))
 
 
 def dtype_name(obj: Any) -> str:

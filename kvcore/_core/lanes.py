@@ -10,9 +10,7 @@ __all__ = ["NZ_BYTES", "Lane", "Level", "make_lane"]
 #: Bytes of one FRACTAL_NZ column, for every dtype (32 // itemsize elements).
 NZ_BYTES = 32
 
-Level = tuple[
-    int, int, int
-]  # count, byte step on the linear side, byte step on the paged side
+Level = tuple[int, int, int]  # count, byte step on the linear side, byte step on the paged side
 
 
 class Lane(NamedTuple):
@@ -67,9 +65,9 @@ def make_lane(
     token_bytes = item_bytes
     for count, _, _ in levels:
         token_bytes *= count
-    if token_bytes == 0:
-        loops, piece = (), 0
-    else:
+    loops: tuple[Level, ...] = ()
+    piece = 0
+    if token_bytes:
         loops, piece = coalesce(levels, item_bytes)
     tiled = nz and piece == NZ_BYTES and len(loops) in (1, 2)
     return Lane(

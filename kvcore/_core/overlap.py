@@ -60,9 +60,7 @@ class _Bytes:
         }
 
 
-def _as_array(
-    info: Any, shape: tuple[int, ...] | None = None, address: int | None = None
-) -> Any:
+def _as_array(info: Any, shape: tuple[int, ...] | None = None, address: int | None = None) -> Any:
     return np.asarray(
         _Bytes(
             info.address if address is None else address,
@@ -75,7 +73,8 @@ def _as_array(
 
 def _share(a: Any, b: Any) -> bool:
     try:
-        return bool(np.shares_memory(a, b, max_work=MAX_WORK))
+        # numpy's stub knows only the two named efforts; the function takes any count.
+        return bool(np.shares_memory(a, b, max_work=MAX_WORK))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
@@ -89,9 +88,7 @@ def check_apart(infos: tuple[Any, ...], i: int, j: int) -> None:
 
 def _self_overlaps(info: Any) -> bool:
     axes = sorted(
-        (abs(step), size)
-        for size, step in zip(info.shape, info.strides, strict=True)
-        if size > 1
+        (abs(step), size) for size, step in zip(info.shape, info.strides, strict=True) if size > 1
     )
     reach = info.itemsize
     for step, size in axes:
@@ -108,9 +105,7 @@ def _self_overlaps(info: Any) -> bool:
         fixed = (1,) * axis
         rest = info.shape[axis + 1 :]
         first = _as_array(info, (*fixed, 1, *rest))
-        others = _as_array(
-            info, (*fixed, size - 1, *rest), info.address + info.strides[axis]
-        )
+        others = _as_array(info, (*fixed, size - 1, *rest), info.address + info.strides[axis])
         if _share(first, others):
             return True
     return False
@@ -128,9 +123,7 @@ def check_self(info: Any) -> None:
         )
 
 
-def merge(
-    starts: NDArray[np.int64], nbytes: NDArray[np.int64] | int
-) -> NDArray[np.int64]:
+def merge(starts: NDArray[np.int64], nbytes: NDArray[np.int64] | int) -> NDArray[np.int64]:
     """Ranges [n, 2] from starts and lengths: ascending, touching ones merged."""
     if starts.size == 0:
         return np.empty((0, 2), np.int64)

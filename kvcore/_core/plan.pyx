@@ -249,7 +249,9 @@ cdef class Operator:
         if self.n_arrays > MAX_ARRAYS:
             raise ValueError(f"{name}: at most {MAX_ARRAYS} arrays")
 
-    cdef Plan make(self, tuple arrays, tuple params, object soc, object backend, object num_threads):
+    cdef Plan make(
+        self, tuple arrays, tuple params, object soc, object backend, object num_threads
+    ):
         cdef Plan plan = Plan.__new__(Plan)
         cdef char packed[MAX_ARRAYS * (HEAD_BYTES + 128)]
         cdef int64_t used = 0

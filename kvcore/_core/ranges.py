@@ -27,10 +27,7 @@ def linear(lane: Any, base: int, slots: Indices) -> Indices:
     tokens = np.flatnonzero(slots >= 0)
     inner = lane["tok_inner"]
     if inner:
-        starts = (
-            tokens // inner * lane["tok_outer_stride"]
-            + tokens % inner * lane["tok_stride"]
-        )
+        starts = tokens // inner * lane["tok_outer_stride"] + tokens % inner * lane["tok_stride"]
     else:
         starts = tokens * lane["tok_stride"]
     return _pieces(lane, starts + base, lane["tok_step"])

@@ -31,9 +31,7 @@ def activate() -> None:
     active = True
 
 
-def choose(
-    plan: Any, backend: Any, on_device: bool
-) -> tuple[Any, Callable[[], Any] | None]:
+def choose(plan: Any, backend: Any, on_device: bool) -> tuple[Any, Callable[[], Any] | None]:
     """(backend, what run() calls) of a plan; (None, None) is this library's own kernels."""
     if _chooser is None:
         return None, None

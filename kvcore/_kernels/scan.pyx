@@ -21,7 +21,9 @@ cdef void load_indices(
         load_int32(src, stride, n, out)
 
 
-cdef inline void load_int32(const char* src, int64_t stride, int64_t n, int64_t* out) noexcept nogil:
+cdef inline void load_int32(
+    const char* src, int64_t stride, int64_t n, int64_t* out
+) noexcept nogil:
     cdef int64_t i
     cdef int32_t one
     for i in range(n):

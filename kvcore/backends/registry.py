@@ -33,7 +33,7 @@ _searched = False
 
 
 def register(name: str, backend: Backend) -> None:
-    """Add a backend. Raises ParamInvalidError for a name that is taken or an object that is none."""
+    """Add a backend. Raises ParamInvalidError for a taken name or an object that is none."""
     if not isinstance(name, str) or not name.isidentifier():
         fail("name", "an identifier", repr(name))
     if not isinstance(backend, Backend):
@@ -140,8 +140,9 @@ def _choose(
         fail("backend", "arrays that all live on the host or all on one device", "a mixture")
     _require(chosen, None)
     if not spaces <= chosen.spaces:
+        beyond = ", ".join(sorted(spaces - chosen.spaces))
         raise BackendUnavailableError(
-            f"backend {chosen.name!r} cannot reach {', '.join(sorted(spaces - chosen.spaces))} memory",
+            f"backend {chosen.name!r} cannot reach {beyond} memory",
             argument="backend",
             seen=chosen.name,
         )

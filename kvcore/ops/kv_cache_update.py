@@ -20,9 +20,7 @@ ARGUMENTS = ("new_kv", "layer_id", "past", "token_offset", "seq_len")
 NEW_KV, LAYER_ID, PAST, TOKEN_OFFSET, SEQ_LEN = range(5)
 
 
-def _resolve(
-    infos: tuple[ArrayInfo | None, ...], params: tuple[Any, ...], soc: SoC | None
-) -> Spec:
+def _resolve(infos: tuple[ArrayInfo | None, ...], params: tuple[Any, ...], soc: SoC | None) -> Spec:
     layer, dtype = params
     new_kv = checks.need(infos[NEW_KV], "new_kv")
     past = checks.need(infos[PAST], "past")
@@ -63,9 +61,7 @@ def _resolve(
         ]
     if width != hidden:
         shown = list(new_kv.shape)
-        checks.fail(
-            "new_kv", f"tokens of hidden size {hidden} (past {list(past.shape)})", shown
-        )
+        checks.fail("new_kv", f"tokens of hidden size {hidden} (past {list(past.shape)})", shown)
     checks.output(past)
     lane = make_lane(
         NEW_KV,

@@ -113,9 +113,7 @@ def classify(infos: Infos, params: tuple[Any, ...]) -> Case:
         checks.rank(slots, (1,), "[T]")
         tokens = slots.shape[0]
         if rule == "rows" and tokens != key.shape[0]:
-            checks.fail(
-                "slot_mapping", f"shape [{key.shape[0]}] (T of key)", list(slots.shape)
-            )
+            checks.fail("slot_mapping", f"shape [{key.shape[0]}] (T of key)", list(slots.shape))
     else:
         tokens = key.shape[0] * (key.shape[1] if number == 3 else 1)
     case = Case(
@@ -143,9 +141,7 @@ def classify(infos: Infos, params: tuple[Any, ...]) -> Case:
 class _Sizes:
     """The sizes a cache's shape states."""
 
-    def __init__(
-        self, blocks: int, block_size: int, heads: int, head_size: int
-    ) -> None:
+    def __init__(self, blocks: int, block_size: int, heads: int, head_size: int) -> None:
         self.blocks = blocks
         self.block_size = block_size
         self.heads = heads
@@ -199,9 +195,7 @@ def _is_key_only(value: ArrayInfo | None, cache: ArrayInfo | None) -> bool:
     assert cache is not None
     flat = [info.name for info in (value, cache) if len(info.shape) == 0]
     if len(flat) == 1:
-        checks.fail(
-            flat[0], "an array, or 0-d for both value and value_cache", "a 0-d array"
-        )
+        checks.fail(flat[0], "an array, or 0-d for both value and value_cache", "a 0-d array")
     return len(flat) == 2
 
 
@@ -217,9 +211,7 @@ def _scenario(
         checks.rank(key, (3,), "[T, H, D]")
         return 7, "rows"
     if scatter_mode == "None":
-        checks.rank(
-            key, (3, 4), "[T, H, D], or [B, S, H, D] with compress_lens and seq_lens"
-        )
+        checks.rank(key, (3, 4), "[T, H, D], or [B, S, H, D] with compress_lens and seq_lens")
         if len(key.shape) == 3:
             return (6 if key_only else 2), "rows"
         return 3, "Alibi" if infos[COMPRESS_SEQ_OFFSET] is None else "Rope"
@@ -248,9 +240,7 @@ def _dtypes(
     if value_wanted is None:
         value_wanted = wanted
     value_type = checks.data_dtype(value, value_wanted, "value_dtype", strict=strict)
-    cache_type = checks.data_dtype(
-        value_cache, value_wanted, "value_dtype", strict=strict
-    )
+    cache_type = checks.data_dtype(value_cache, value_wanted, "value_dtype", strict=strict)
     checks.same_dtype(value_cache, cache_type, value_type, "value")
     if number != 1:
         checks.same_dtype(value, value_type, key_type, "key (only PA_NZ mixes dtypes)")
@@ -276,9 +266,7 @@ def _no_optional(infos: Infos, number: int) -> None:
     for i in (COMPRESS_LENS, COMPRESS_SEQ_OFFSET, SEQ_LENS):
         info = infos[i]
         if info is not None:
-            checks.fail(
-                info.name, f"None in scenario {number}", f"an array {list(info.shape)}"
-            )
+            checks.fail(info.name, f"None in scenario {number}", f"an array {list(info.shape)}")
 
 
 def _check_lanes(case: Case) -> Case:
@@ -289,7 +277,7 @@ def _check_lanes(case: Case) -> Case:
     heads, head_size = case.heads, case.head_size
     value_head_size = 0
     if case.number == 1:
-        tokens, heads, head_size = key.shape
+        _, heads, head_size = key.shape
         case = replace(case, heads=heads, head_size=head_size)
     elif case.rule == "rows":
         checks.shape(key, (case.tokens, heads, head_size), "[T, H, D] of key_cache")
@@ -316,9 +304,7 @@ def _check_lanes(case: Case) -> Case:
                 "leading sizes of key_cache",
             )
         if case.rule != "Nct":
-            checks.shape(
-                value, (*key.shape[:-1], value_head_size), "leading sizes of key"
-            )
+            checks.shape(value, (*key.shape[:-1], value_head_size), "leading sizes of key")
     case = replace(case, value_head_size=value_head_size)
     if case.number == 1:
         _check_nz(case)
@@ -391,9 +377,7 @@ def _c_contiguous(info: ArrayInfo) -> bool:
     return True
 
 
-def _row_lane(
-    case: Case, lane: int, source_arg: int, cache_arg: int, head_size: int
-) -> Lane:
+def _row_lane(case: Case, lane: int, source_arg: int, cache_arg: int, head_size: int) -> Lane:
     source, cache = case.infos[source_arg], case.infos[cache_arg]
     assert source is not None
     assert cache is not None
