@@ -13,6 +13,7 @@ import numpy as np
 
 from kvcore import backends, dtypes, soc, threads
 from kvcore._core import adopt
+from kvcore._kernels import isa
 
 __all__ = ["info"]
 
@@ -48,6 +49,9 @@ def info() -> dict[str, Any]:
         "cpu": {
             "machine": platform.machine(),
             "usable_cores": threads.usable_cores(),
+            "instruction_set": isa.current(),
+            "instruction_sets": list(isa.available()),
+            "stream_bytes": isa.stream_bytes(),
         },
         "threads": {
             "num_threads": threads.get_num_threads() or "automatic",

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from libc.stdint cimport int32_t, int64_t
 
+from kvcore._kernels.isa cimport kv_isa
+
 cdef extern from "lanes.h" nogil:
     ctypedef struct kv_lane:
         char* tok
@@ -40,6 +42,7 @@ ctypedef struct rows_job:
     bint gather           # copy from the paged side to the linear side
 
 cdef void copy_tokens(
-    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather
+    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather,
+    const kv_isa* isa
 ) noexcept nogil
 cdef void run_rows(rows_job* job, int n_threads, bint ordered) noexcept nogil

@@ -9,7 +9,12 @@ share of the slots, in order, and the result is the same.
 
 from libc.stdint cimport int64_t
 
+from kvcore._kernels.isa cimport active, kv_isa, portable, streaming_threshold
 from kvcore._kernels.parallel cimport run_chunks
+
+# Shorter pieces have no whole lines worth streaming.
+cdef enum:
+    STREAM_PIECE = 128
 
 # Tokens of one NZ tile: 16 rows of 2 KiB stay in a first-level cache while the tile is
 # written column by column.
@@ -18,17 +23,23 @@ cdef enum:
 
 
 cdef inline void move(
-    const kv_lane* lane, char* tok, char* page, int64_t n, bint gather
+    const kv_lane* lane, char* tok, char* page, int64_t n, bint gather, const kv_isa* isa
 ) noexcept nogil:
-    kv_inside(lane.tok_lo, lane.tok_hi, tok, n, b"token")
-    kv_inside(lane.page_lo, lane.page_hi, page, n, b"cache")
-    if gather:
+    # isa: NULL for ordinary stores.
+    kv_inside(lane.tok_lo, lane.tok_hi, tok, n, "token")
+    kv_inside(lane.page_lo, lane.page_hi, page, n, "cache")
+    if isa != NULL and n >= STREAM_PIECE:
+        if gather:
+            isa.stream(tok, page, n)
+        else:
+            isa.stream(page, tok, n)
+    elif gather:
         kv_copy(tok, page, n)
     else:
         kv_copy(page, tok, n)
 
 
-cdef inline void copy_pieces(const kv_lane* lane, char* tok, char* page, bint gather) noexcept nogil:
+cdef inline void copy_pieces(const kv_lane* lane, char* tok, char* page, bint gather, const kv_isa* isa) noexcept nogil:
     cdef int64_t i, j, k
     cdef char* t1
     cdef char* p1
@@ -36,13 +47,13 @@ cdef inline void copy_pieces(const kv_lane* lane, char* tok, char* page, bint ga
     cdef char* p2
     if lane.levels == 1:
         for i in range(lane.n[0]):
-            move(lane, tok + i * lane.tok_step[0], page + i * lane.page_step[0], lane.bytes, gather)
+            move(lane, tok + i * lane.tok_step[0], page + i * lane.page_step[0], lane.bytes, gather, isa)
     elif lane.levels == 2:
         for i in range(lane.n[0]):
             t1 = tok + i * lane.tok_step[0]
             p1 = page + i * lane.page_step[0]
             for j in range(lane.n[1]):
-                move(lane, t1 + j * lane.tok_step[1], p1 + j * lane.page_step[1], lane.bytes, gather)
+                move(lane, t1 + j * lane.tok_step[1], p1 + j * lane.page_step[1], lane.bytes, gather, isa)
     else:
         for i in range(lane.n[0]):
             t1 = tok + i * lane.tok_step[0]
@@ -52,12 +63,13 @@ cdef inline void copy_pieces(const kv_lane* lane, char* tok, char* page, bint ga
                 p2 = p1 + j * lane.page_step[1]
                 for k in range(lane.n[2]):
                     move(
-                        lane, t2 + k * lane.tok_step[2], p2 + k * lane.page_step[2], lane.bytes, gather
+                        lane, t2 + k * lane.tok_step[2], p2 + k * lane.page_step[2], lane.bytes,
+                        gather, isa
                     )
 
 
 cdef void copy_whole(
-    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather
+    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather, const kv_isa* isa
 ) noexcept nogil:
     # A token is one piece. Consecutive slots of packed rows are one copy.
     cdef int64_t i = begin, j, slot, limit
@@ -78,25 +90,23 @@ cdef void copy_whole(
                 limit = i + lane.block_size - slot % lane.block_size
             while j < limit and slots[j] == slot + (j - i):
                 j += 1
-        move(lane, kv_tok(lane, i), kv_page(lane, slot), (j - i) * lane.bytes, gather)
+        move(lane, kv_tok(lane, i), kv_page(lane, slot), (j - i) * lane.bytes, gather, isa)
         i = j
 
 
 cdef void copy_tiles(
-    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather
+    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, const kv_isa* isa
 ) noexcept nogil:
     # FRACTAL_NZ: tokens of consecutive slots lie 32 bytes apart in each column, so a tile is
-    # written column by column.
-    cdef int64_t i = begin, j, t, c, h, slot, limit, heads, cols, head_tok, head_page
-    cdef int64_t col_tok, col_page
+    # written column by column.  A tile starts on a line of the cache where it can.
+    cdef int64_t i = begin, j, h, slot, limit, heads, cols, head_tok, head_page
     cdef char* tok
     cdef char* page
-    heads = lane.n[0] if lane.levels == 2 else 1
-    head_tok = lane.tok_step[0] if lane.levels == 2 else 0
-    head_page = lane.page_step[0] if lane.levels == 2 else 0
-    cols = lane.n[lane.levels - 1]
-    col_tok = lane.tok_step[lane.levels - 1]
-    col_page = lane.page_step[lane.levels - 1]
+    cdef int last = lane.levels - 1
+    heads = lane.n[0] if last else 1
+    head_tok = lane.tok_step[0] if last else 0
+    head_page = lane.page_step[0] if last else 0
+    cols = lane.n[last]
     while i < end:
         slot = slots[i]
         if slot < 0:
@@ -105,42 +115,53 @@ cdef void copy_tiles(
         limit = lane.block_size - slot % lane.block_size
         if limit > TILE:
             limit = TILE
+        if slot & 1:
+            limit = 1
         limit = i + limit if i + limit < end else end
         j = i + 1
         while j < limit and slots[j] == slot + (j - i):
             j += 1
+        tok = kv_tok(lane, i)
         page = kv_page(lane, slot)
-        if j - i == 1:
-            copy_pieces(lane, kv_tok(lane, i), page, gather)
-        else:
-            for h in range(heads):
-                for c in range(cols):
-                    for t in range(j - i):
-                        tok = kv_tok(lane, i + t) + h * head_tok + c * col_tok
-                        move(
-                            lane,
-                            tok,
-                            page + h * head_page + c * col_page + t * lane.row_stride,
-                            32,
-                            gather,
-                        )
+        for h in range(heads):
+            kv_inside(lane.tok_lo, lane.tok_hi, tok + h * head_tok, cols * 32, "token")
+            kv_inside(
+                lane.page_lo,
+                lane.page_hi,
+                page + h * head_page + (cols - 1) * lane.page_step[last],
+                (j - i) * 32,
+                "cache",
+            )
+            isa.tile(
+                page + h * head_page, lane.page_step[last], tok + h * head_tok, lane.tok_stride,
+                j - i, cols
+            )
         i = j
 
 
 cdef void copy_tokens(
-    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather
+    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather, const kv_isa* isa
 ) noexcept nogil:
     cdef int64_t i
     if lane.token_bytes == 0:
         return
     if lane.levels == 0:
-        copy_whole(lane, slots, begin, end, gather)
-    elif lane.tiled:
-        copy_tiles(lane, slots, begin, end, gather)
+        copy_whole(lane, slots, begin, end, gather, isa)
+    elif lane.tiled and not gather:
+        copy_tiles(lane, slots, begin, end, isa if isa != NULL else portable())
     else:
         for i in range(begin, end):
             if slots[i] >= 0:
-                copy_pieces(lane, kv_tok(lane, i), kv_page(lane, slots[i]), gather)
+                copy_pieces(lane, kv_tok(lane, i), kv_page(lane, slots[i]), gather, isa)
+
+
+cdef inline const kv_isa* streaming(const rows_job* job) noexcept nogil:
+    # NULL where what is written fits the core's own cache.
+    cdef int lane
+    cdef int64_t total = 0
+    for lane in range(job.n_lanes):
+        total += job.lanes[lane].token_bytes * job.n_tokens
+    return active() if total >= streaming_threshold() else NULL
 
 
 cdef void unordered_chunk(void* context, int64_t chunk) noexcept nogil:
@@ -148,29 +169,39 @@ cdef void unordered_chunk(void* context, int64_t chunk) noexcept nogil:
     cdef int64_t begin = chunk * job.chunk_tokens
     cdef int64_t end = begin + job.chunk_tokens
     cdef int lane
+    cdef const kv_isa* isa = streaming(job)
     if end > job.n_tokens:
         end = job.n_tokens
     for lane in range(job.n_lanes):
-        copy_tokens(&job.lanes[lane], job.slots, begin, end, job.gather)
+        copy_tokens(&job.lanes[lane], job.slots, begin, end, job.gather, isa)
+    if isa != NULL:
+        isa.fence()
 
 
 cdef void ordered_chunk(void* context, int64_t chunk) noexcept nogil:
     cdef rows_job* job = <rows_job*>context
     cdef int64_t i
     cdef int lane
+    cdef const kv_isa* isa = streaming(job)
     for lane in range(job.n_lanes):
         for i in range(job.n_tokens):
             # Eight neighbouring slots share a part: rows of less than a line stay together.
             if job.slots[i] >= 0 and (job.slots[i] >> 3) % job.n_parts == chunk:
-                copy_tokens(&job.lanes[lane], job.slots, i, i + 1, job.gather)
+                copy_tokens(&job.lanes[lane], job.slots, i, i + 1, job.gather, isa)
+    if isa != NULL:
+        isa.fence()
 
 
 cdef void run_rows(rows_job* job, int n_threads, bint ordered) noexcept nogil:
     cdef int lane
     cdef int64_t chunks
+    cdef const kv_isa* isa
     if n_threads <= 1:
+        isa = streaming(job)
         for lane in range(job.n_lanes):
-            copy_tokens(&job.lanes[lane], job.slots, 0, job.n_tokens, job.gather)
+            copy_tokens(&job.lanes[lane], job.slots, 0, job.n_tokens, job.gather, isa)
+        if isa != NULL:
+            isa.fence()
     elif ordered:
         job.n_parts = 2 * n_threads
         run_chunks(ordered_chunk, job, job.n_parts, n_threads)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which instruction set the kernels use, and from how many bytes on they stream.
+
+KVCORE_ISA names a set (for tests and for comparing); otherwise the best one the CPU has is taken
+when kvcore is imported.  KVCORE_STREAM_BYTES moves the border between ordinary and streaming
+stores: a call that writes at least that many bytes streams, because what it writes does not
+fit the core's own cache.  Its default is the size of the second-level cache.
+"""
+
+from libc.stdint cimport int64_t
+
+import os
+
+cdef extern from "isa.h" nogil:
+    const kv_isa* kv_isas
+    int KV_N_ISAS
+    bint kv_isa_runs(int i)
+
+cdef extern from *:
+    """
+    #include <unistd.h>
+    static long kv_second_level_bytes(void)
+    {
+    #ifdef _SC_LEVEL2_CACHE_SIZE
+        return sysconf(_SC_LEVEL2_CACHE_SIZE);
+    #else
+        return 0;
+    #endif
+    }
+    """
+    long kv_second_level_bytes()
+
+cdef const kv_isa* chosen = NULL
+cdef int64_t threshold = 0
+
+
+cdef const kv_isa* active() noexcept nogil:
+    return chosen
+
+
+cdef const kv_isa* portable() noexcept nogil:
+    return &kv_isas[KV_N_ISAS - 1]
+
+
+cdef int64_t streaming_threshold() noexcept nogil:
+    return threshold
+
+
+def available():
+    """Names of the instruction sets this CPU can run, best first."""
+    return tuple([kv_isas[i].name.decode() for i in range(KV_N_ISAS) if kv_isa_runs(i)])
+
+
+def current():
+    """Name of the instruction set in use."""
+    return chosen.name.decode()
+
+
+def stream_bytes():
+    """Bytes a call must write to use streaming stores."""
+    return threshold
+
+
+def select(name=None):
+    """Use that set, or the best one for None; ValueError lists what this CPU can run."""
+    global chosen
+    cdef int i
+    for i in range(KV_N_ISAS):
+        if kv_isa_runs(i) and (name is None or kv_isas[i].name.decode() == name):
+            chosen = &kv_isas[i]
+            return current()
+    raise ValueError(f"expected one of {', '.join(available())} on this CPU, got {name!r}")
+
+
+def set_stream_bytes(count=None):
+    """Move the border between ordinary and streaming stores; None is the default again."""
+    global threshold
+    if count is None:
+        count = kv_second_level_bytes()
+        if count <= 0:
+            count = 1 << 20
+    elif isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 1 << 62:
+        raise ValueError(f"expected a number of bytes from 0 to 2**62, got {count!r}")
+    threshold = count
+
+
+def _from_environment():
+    name = os.environ.get("KVCORE_ISA", "").strip()
+    try:
+        select(name or None)
+    except ValueError as error:
+        raise ValueError(f"KVCORE_ISA: {error}") from None
+    text = os.environ.get("KVCORE_STREAM_BYTES", "").strip()
+    try:
+        set_stream_bytes(int(text) if text else None)
+    except ValueError:
+        raise ValueError(
+            f"KVCORE_STREAM_BYTES: expected a number of bytes from 0 to 2**62, got {text!r}"
+        ) from None
+
+
+_from_environment()
