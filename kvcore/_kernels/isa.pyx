@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which instruction set the kernels use, and from how many bytes on they stream.
 
-KVCORE_ISA names a set (for tests and for comparing); otherwise the best one the CPU has is taken
-when kvcore is imported.  KVCORE_STREAM_BYTES moves the border between ordinary and streaming
-stores: a call that writes at least that many bytes streams, because what it writes does not
-fit the core's own cache.  Its default is the size of the second-level cache.
+The best set the CPU has is taken when the module is loaded; select() takes another.  A call that
+writes at least stream_bytes() bytes streams, because what it writes does not fit the core's own
+cache; the default is the size of the second-level cache.
 """
 
 from libc.stdint cimport int64_t
-
-import os
 
 cdef extern from "isa.h" nogil:
     const kv_isa* kv_isas
@@ -84,19 +81,5 @@ def set_stream_bytes(count=None):
     threshold = count
 
 
-def _from_environment():
-    name = os.environ.get("KVCORE_ISA", "").strip()
-    try:
-        select(name or None)
-    except ValueError as error:
-        raise ValueError(f"KVCORE_ISA: {error}") from None
-    text = os.environ.get("KVCORE_STREAM_BYTES", "").strip()
-    try:
-        set_stream_bytes(int(text) if text else None)
-    except ValueError:
-        raise ValueError(
-            f"KVCORE_STREAM_BYTES: expected a number of bytes from 0 to 2**62, got {text!r}"
-        ) from None
-
-
-_from_environment()
+select()
+set_stream_bytes()
