@@ -24,6 +24,7 @@ from kvcore.errors import (
     StreamError,
 )
 from kvcore.float4 import pack_float4, unpack_float4
+from kvcore.ops.gather_pa import gather_pa_kv_cache, plan_gather_pa_kv_cache
 from kvcore.ops.kv_cache_update import kv_cache_update, plan_kv_cache_update
 from kvcore.ops.scatter_pa import (
     plan_scatter_pa_kv_cache,
@@ -49,11 +50,13 @@ __all__ = [
     "StreamError",
     "backends",
     "errors",
+    "gather_pa_kv_cache",
     "get_num_threads",
     "info",
     "kv_cache_update",
     "layout",
     "pack_float4",
+    "plan_gather_pa_kv_cache",
     "plan_kv_cache_update",
     "plan_scatter_pa_kv_cache",
     "reshape_and_cache",

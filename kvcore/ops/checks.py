@@ -24,6 +24,7 @@ __all__ = [
     "data_dtype",
     "dtype_named",
     "fail",
+    "flag",
     "index_dtype",
     "integers",
     "mode",
@@ -157,6 +158,13 @@ def mode(value: object, argument: str, known: Sequence[str], default: str) -> st
     if isinstance(value, str) and value in known:
         return str(value)
     fail(argument, "one of " + ", ".join(map(repr, known)) + " or None", repr(value))
+
+
+def flag(value: object, argument: str) -> bool:
+    """True or False, not what merely counts as one."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    fail(argument, "True or False", repr(value))
 
 
 def integers(value: Any, argument: str, count: int) -> tuple[int, ...]:

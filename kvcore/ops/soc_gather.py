@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hardware's documents and kernels say of the gathers, beyond the operators' own rules.
+
+A documented limit is an error; what a kernel does beyond its document is the text of a
+KVPortabilityWarning.  Numbers: aclnnGatherPaKvCache and GatherSelectionKvCache of CANN's
+ops-transformer (documents, tilings and kernels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvcore._core.arrays import ArrayInfo
+from kvcore.dtypes import BY_NAME, DATA_DTYPES, DType
+from kvcore.ops import checks
+from kvcore.soc import SoC
+
+__all__ = ["check_gather_pa", "out_of_range_note"]
+
+#: Data types of the A2 and A3 kernels of both operators.
+NARROW = tuple(BY_NAME[name] for name in ("float16", "bfloat16", "int8"))
+#: Data types of the 950's GatherPaKvCache.
+WIDE = tuple(row for row in DATA_DTYPES if not row.packed)
+INT32 = BY_NAME["int32"]
+#: GatherPaKvCache, A2 and A3: a token is whole 32-byte units and fits the unified buffer.
+TOKEN_UNIT_BYTES = 32
+MAX_TOKEN_BYTES = 148 * 1024
+
+
+def _one_of(info: ArrayInfo, seen: DType, known: Iterable[DType], soc: SoC) -> None:
+    if seen not in known:
+        names = ", ".join(row.name for row in known)
+        checks.fail(info.name, f"one of {names} on {soc}", seen)
+
+
+def _contiguous(info: ArrayInfo) -> bool:
+    step = info.itemsize
+    for size, stride in zip(reversed(info.shape), reversed(info.strides), strict=True):
+        if size == 0:
+            return True
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+# ---------------------------------------------------------------- gather_pa_kv_cache
+
+
+def out_of_range_note(soc: SoC | None) -> str:
+    """What the error of a block outside the cache adds about that hardware."""
+    return " (a 950 fills those rows with zeros)" if soc is not None and soc.name == "950" else ""
+
+
+def check_gather_pa(case: Any, soc: SoC) -> tuple[str, ...]:
+    """Raise where the documents forbid a gather_pa.Case; the texts of its warnings otherwise."""
+    wide = soc.name == "950"
+    if case.cache_mode == "NHSD":
+        checks.fail("cache_mode", f"'Norm' or 'PA_NZ' on {soc}", repr("NHSD"))
+    if len(case.lanes) == 1:
+        checks.fail("value_cache", f"an array on {soc} (key only is this library's own)", None)
+    caches = [case.info(cache) for cache, _ in case.lanes]
+    for cache, dtype, token_bytes in zip(caches, case.dtypes, case.token_bytes, strict=True):
+        if len(cache.shape) == 5:
+            checks.fail(cache.name, f"a 4-D cache on {soc}", list(cache.shape))
+        _one_of(cache, dtype, WIDE if wide else NARROW, soc)
+        if not wide and token_bytes % TOKEN_UNIT_BYTES:
+            checks.fail(
+                cache.name,
+                f"tokens (H*D) of whole {TOKEN_UNIT_BYTES}-byte units on {soc}",
+                f"{token_bytes} bytes",
+            )
+        if not wide and token_bytes > MAX_TOKEN_BYTES:
+            checks.fail(
+                cache.name,
+                f"tokens (H*D) of at most {MAX_TOKEN_BYTES} bytes on {soc}",
+                f"{token_bytes} bytes",
+            )
+    key_type, value_type = case.dtypes
+    mixed = (
+        wide
+        and key_type.name == "float8_e4m3fn"
+        and value_type.name
+        in (
+            "float16",
+            "bfloat16",
+        )
+    )
+    if key_type is not value_type and not mixed:
+        expected = f"dtype {key_type} as key_cache on {soc}"
+        if wide:
+            expected += " (or a float8_e4m3fn key with a float16 or bfloat16 value)"
+        checks.fail("value_cache", expected, value_type)
+    if not wide and case.index_dtype is not INT32:
+        checks.fail("block_tables", f"dtype int32 on {soc}", case.index_dtype)
+    warnings = []
+    if not wide and case.cache_mode == "PA_NZ" and any(i is not None for i in case.infos[6:]):
+        warnings.append(
+            f"seq_offset: in PA_NZ, {soc} adds it to the column undivided by the block size"
+        )
+    loose = [i.name for i in case.infos if i is not None and not _contiguous(i)]
+    if loose:
+        warnings.append(f"{', '.join(loose)}: {soc} takes contiguous arrays only")
+    return tuple(warnings)
