@@ -89,9 +89,7 @@ def classify(infos: Infos, params: tuple[Any, ...]) -> Case:
     )
     if offsets is not None:
         checks.shape(offsets, (batch,), "[B] of block_tables")
-    found = [
-        _lane(infos, i, lane, cache_mode, dtype, value_dtype) for i, lane in enumerate(lanes)
-    ]
+    found = [_lane(infos, i, lane, cache_mode, dtype, value_dtype) for i, lane in enumerate(lanes)]
     if len(found) > 1:
         _agree(infos, cache_mode)
     blocks, block_size = _page(key_cache, cache_mode)
@@ -228,9 +226,7 @@ def _resolve(infos: Infos, params: tuple[Any, ...], soc: SoC | None) -> Spec:
         BLOCK_TABLES,
         SEQ_LENS,
         None if infos[SEQ_OFFSET] is None else SEQ_OFFSET,
-        partial(
-            _fault, case.tokens, case.blocks, case.columns, soc_gather.out_of_range_note(soc)
-        ),
+        partial(_fault, case.tokens, case.blocks, case.columns, soc_gather.out_of_range_note(soc)),
         warnings,
         soc,
     )
