@@ -9,7 +9,7 @@ Operators: scatter_pa_kv_cache, reshape_and_cache, kv_cache_update, and a plan_*
 
 from typing import Any
 
-from kvcore import backends, errors, layout
+from kvcore import backends, errors, isa, layout
 from kvcore.about import info
 from kvcore.errors import (
     BackendUnavailableError,
@@ -68,6 +68,8 @@ __all__ = [
 
 # Imported on first use: they bring anyio or torch, which the operators do not need.
 _LAZY: dict[str, str] = {}
+isa.apply_environment()
+
 _LAZY_MODULES = ("offload", "runtime", "torch")
 
 

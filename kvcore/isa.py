@@ -24,6 +24,3 @@ def apply_environment() -> None:
     if text and not (text.isascii() and text.isdigit() and int(text) < 1 << 62):
         fail("KVCORE_STREAM_BYTES", "a number of bytes from 0 to 2**62", repr(text))
     isa.set_stream_bytes(int(text) if text else None)
-
-
-apply_environment()

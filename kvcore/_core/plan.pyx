@@ -18,7 +18,7 @@ from libc.string cimport memcpy, strncmp
 
 import warnings as _warnings
 
-from kvcore import isa as _isa, soc as _soc, threads as _threads  # isa: reads its variables
+from kvcore import soc as _soc, threads as _threads
 from kvcore._core import overlap, settings
 from kvcore._core.arrays cimport ON_DEVICE, View, info_of, read_view, unchanged
 from kvcore.errors import KVPortabilityWarning, ParamInvalidError, StreamError
