@@ -16,18 +16,21 @@ and runs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import kvcore
 import kvcore.errors
+import kvcore.layout
 import oracle
 from memory import Arena
+from oracle_gather import empty, row_length
 from oracle_numbers import Array
-from oracle_rules import Violation, share_bytes
+from oracle_rules import Violation
+from oracle_update import LAYOUT_FUNCTIONS
 
 Call = Callable[..., Any]
 
@@ -35,7 +38,15 @@ Call = Callable[..., Any]
 COUNTED = ("reused", "moved", "refreshed", "read")
 
 
-@dataclass
+def _show(value: Any) -> str:
+    """Index arrays in full, data arrays by shape and place."""
+    if not isinstance(value, np.ndarray):
+        return repr(value)
+    known = f"{value.dtype}{list(value.shape)} strides {list(value.strides)}"
+    return f"{known} {value.tolist()}" if value.dtype.name in ("int32", "int64") else known
+
+
+@dataclass(repr=False)
 class Case:
     """A call: public keyword arguments, and the arena that holds their arrays.
 
@@ -44,8 +55,16 @@ class Case:
 
     operator: str
     arguments: dict[str, Any]
-    arena: Arena = field(repr=False)
+    arena: Arena
     note: str = ""
+
+    def __repr__(self) -> str:
+        shown = "".join(f"\n    {n}={_show(v)}" for n, v in self.arguments.items())
+        return f"{self.operator} ({self.note}){shown}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """For hypothesis, which would print every guard byte."""
+        printer.text(repr(self))
 
     def arrays(self) -> dict[str, Array]:
         """The arguments that are numpy arrays."""
@@ -59,7 +78,8 @@ class Case:
 
     def public(self) -> Call:
         """The package's function for this operator."""
-        function: Call = getattr(kvcore, self.operator)
+        home = kvcore.layout if self.operator in LAYOUT_FUNCTIONS else kvcore
+        function: Call = getattr(home, self.operator)
         return function
 
 
@@ -111,6 +131,11 @@ def check_returned(case: Case, want: oracle.Result, returned: Any) -> None:
     """The result is of the right kind and value."""
     if case.operator == "kv_cache_update":
         assert returned is case.arguments["past"]
+    elif case.operator in LAYOUT_FUNCTIONS:
+        assert want.returned is not None
+        assert "out" not in case.arguments or returned is case.arguments["out"]
+        assert returned.dtype == want.returned.dtype
+        np.testing.assert_array_equal(oracle.bits(returned), oracle.bits(want.returned))
     elif case.operator == "gather_selection_kv_cache":
         assert want.returned is not None
         assert returned.dtype == np.int32
@@ -151,44 +176,35 @@ def blame(violations: list[Violation]) -> set[str]:
     return {name for violation in violations for name in violation.arguments}
 
 
-def held_tokens(arguments: Mapping[str, Any], row: int) -> list[tuple[int, Array, Array]]:
-    """What a selection row says it holds: (full token, its bits here, its bits in full).
+def check_rows_hold_their_tokens(case: Case) -> None:
+    """After a gather_selection call of a true status: every row's tokens are those it lists.
 
-    Judged from the arrays alone, after a call: the property the operator exists for.
+    Judged from the arrays alone, however the operator placed them: the top-k ids that exist,
+    each once, and under each the bytes of the full cache.
     """
-    a = arguments
-    block = a["selection_topk_block_size"]
-    topk = a["selection_topk_indices"].shape[-1]
-    status = a["selection_kv_block_status"].reshape(-1, topk + 1)[row].tolist()
-    batch = len(a["full_kv_actual_seq"])
-    request = row // (int(np.prod(a["selection_topk_indices"].shape[:-1])) // batch)
-    here, full = a["selection_kv_cache"], a["full_kv_cache"]
-    found = []
-    for token in range(status[topk]):
-        source = status[token // block] * block + token % block
-        block_here = a["selection_kv_block_table"][row, token // here.shape[1]]
-        block_full = a["full_kv_block_table"][request, source // full.shape[1]]
-        for name, other in (
-            ("selection_kv_cache", "full_kv_cache"),
-            ("selection_k_rope", "full_k_rope"),
-        ):
-            if a[name] is not None and a[name].size:
-                found.append(
-                    (
-                        source,
-                        oracle.bits(a[name])[block_here, token % here.shape[1]],
-                        oracle.bits(a[other])[block_full, source % full.shape[1]],
-                    )
-                )
+    a = case.arguments
+    block, topk = a["selection_topk_block_size"], a["selection_topk_indices"].shape[-1]
+    statuses = np.array(a["selection_kv_block_status"]).reshape(-1, topk + 1).tolist()
+    wanted = np.array(a["selection_topk_indices"]).reshape(-1, topk).tolist()
+    steps = len(statuses) // len(a["full_kv_actual_seq"])
+    pairs = [("selection_kv_cache", "full_kv_cache")]
+    if not empty(a["selection_k_rope"]):
+        pairs.append(("selection_k_rope", "full_k_rope"))
+    for row, status in enumerate(statuses):
+        b, s = divmod(row, steps)
+        visible = row_length(int(a["full_kv_actual_seq"][b]), int(a["full_q_actual_seq"][b]), s)
+        ids = [x for x in status[:topk] if x >= 0]
+        assert sorted(ids) == sorted({x for x in wanted[row] if 0 <= x * block < visible})
+        tokens = [x * block + j for x in ids for j in range(block) if x * block + j < visible]
+        assert status[topk] == len(tokens)
+        for place, token in enumerate(tokens):
+            for here, full in pairs:
+                at = _token(a[here], a["selection_kv_block_table"][row], place)
+                of = _token(a[full], a["full_kv_block_table"][b], token)
+                np.testing.assert_array_equal(at, of, err_msg=f"row {row}, token {token}")
+
+
+def _token(cache: Array, table: Array, token: int) -> Array:
+    block, row = divmod(token, cache.shape[1])
+    found: Array = oracle.bits(cache)[int(table[block]), row]
     return found
-
-
-def overlapping(case: Case) -> list[tuple[str, str]]:
-    """Pairs of argument arrays that share a byte."""
-    arrays = [(n, a) for n, a in case.arrays().items() if a.size]
-    return [
-        (name, other)
-        for i, (name, a) in enumerate(arrays)
-        for other, b in arrays[i + 1 :]
-        if share_bytes(a, b)
-    ]

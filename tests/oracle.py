@@ -41,6 +41,7 @@ from oracle_rules_scatter import scatter_pa_cache_violations, scatter_violations
 from oracle_rules_update import update_violations
 from oracle_scatter import ScatterResult, scatter_pa_cache, scatter_pa_kv_cache
 from oracle_update import (
+    LAYOUT_FUNCTIONS,
     kv_cache_update,
     nd_to_nz,
     nz_to_nd,
@@ -133,6 +134,11 @@ def run(operator: str, arguments: Mapping[str, Any]) -> Result:
             unspecified=loose,
             stats=selected.stats,
         )
+    if operator in LAYOUT_FUNCTIONS:
+        rest = {n: v for n, v in arguments.items() if n != "out"}
+        converted = LAYOUT_FUNCTIONS[operator](**rest)
+        given = arguments.get("out") is not None
+        return Result({"out": converted} if given else {}, returned=converted)
     raise ValueError(f"operator: no oracle for {operator!r}")
 
 
@@ -160,7 +166,9 @@ def apply(operator: str, arguments: Mapping[str, Any]) -> Array | None:
     result = run(operator, arguments)
     for name, array in result.outputs.items():
         bits(arguments[name])[...] = bits(array)
-    return arguments["past"] if operator == "kv_cache_update" else result.returned
+    inplace = {"kv_cache_update": "past"} | dict.fromkeys(LAYOUT_FUNCTIONS, "out")
+    given: Array | None = arguments.get(inplace.get(operator, ""))
+    return result.returned if given is None else given
 
 
 def violations(operator: str, arguments: Mapping[str, Any]) -> list[Violation]:

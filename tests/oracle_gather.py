@@ -179,7 +179,7 @@ def gather_selection_kv_cache(
     token_bytes = sum(full.shape[2] * full.dtype.itemsize for _, _, full in lanes)
     sbs, fbs = selection_kv_cache.shape[1], full_kv_cache.shape[1]
     specified = np.ones(selection_kv_cache.shape[:2], bool)
-    status = np.array(selection_kv_block_status)
+    status = np.array(selection_kv_block_status, order="C")  # so that reshape is a view
     status_rows = status.reshape(-1, topk + 1)
     lengths = np.zeros(len(selection_kv_block_table), np.int32)
     stats = {name: np.zeros(num_rows, np.int64) for name in STATS}

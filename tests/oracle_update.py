@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -85,3 +86,11 @@ def paged_nz_to_nd(cache: Array, num_heads: int | None = None) -> Array:
         for c in range(columns):
             bits(out)[:, :, h, c * c0 : (c + 1) * c0] = bits(five)[:, h, c]
     return out
+
+
+LAYOUT_FUNCTIONS: dict[str, Callable[..., Array]] = {
+    "nd_to_nz": nd_to_nz,
+    "nz_to_nd": nz_to_nd,
+    "paged_nd_to_nz": paged_nd_to_nz,
+    "paged_nz_to_nd": paged_nz_to_nd,
+}

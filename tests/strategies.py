@@ -8,9 +8,16 @@ interleaving, offsets, repeated and negative slots, and the bits of the data var
 
 from __future__ import annotations
 
+from strategies_paged import gather_pa_cases, kv_cache_update_cases, layout_cases
 from strategies_scatter import scatter_cases, scatter_pa_cache_cases
+from strategies_selection import gather_selection_cases, selection_sequences
 
 __all__ = [
+    "gather_pa_cases",
+    "gather_selection_cases",
+    "kv_cache_update_cases",
+    "layout_cases",
     "scatter_cases",
     "scatter_pa_cache_cases",
+    "selection_sequences",
 ]

@@ -5,24 +5,26 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 import oracle
 import strategies
-from cases import Case, check_matches_oracle
+from cases import Case, check_matches_oracle, check_rows_hold_their_tokens
+from strategies_selection import SelectionSequence
 
 LEGAL = {
     "scatter_pa_kv_cache": strategies.scatter_cases(),
     "scatter_pa_cache": strategies.scatter_pa_cache_cases(),
+    "kv_cache_update": strategies.kv_cache_update_cases(),
+    "gather_pa_kv_cache": strategies.gather_pa_cases(),
+    "gather_selection_kv_cache": strategies.gather_selection_cases(),
 }
 
 
-def check_legal(case: Case) -> None:
-    assert oracle.violations(case.operator, case.arguments) == [], case
-    check_matches_oracle(case, partial(apply_oracle, case.operator))
-
-
 def apply_oracle(operator: str, **arguments: object) -> object:
+    """Stands in for the public function."""
     stats = arguments.pop("stats", None)
     if stats is not None:
         assert isinstance(stats, dict)
@@ -30,11 +32,23 @@ def apply_oracle(operator: str, **arguments: object) -> object:
     return oracle.apply(operator, arguments)
 
 
-@given(LEGAL["scatter_pa_kv_cache"])
-def test_scatter_cases_are_legal(case: Case) -> None:
-    check_legal(case)
+@pytest.mark.parametrize("operator", LEGAL)
+@given(data=st.data())
+def test_legal_cases_are_legal(operator: str, data: st.DataObject) -> None:
+    case = data.draw(LEGAL[operator])
+    assert case.operator == operator
+    assert oracle.violations(operator, case.arguments) == []
+    check_matches_oracle(case, partial(apply_oracle, operator))
 
 
-@given(LEGAL["scatter_pa_cache"])
-def test_scatter_pa_cache_cases_are_legal(case: Case) -> None:
-    check_legal(case)
+@given(strategies.layout_cases())
+def test_layout_cases(case: Case) -> None:
+    check_matches_oracle(case, partial(apply_oracle, case.operator))
+
+
+@given(strategies.selection_sequences())
+def test_selection_sequences_hold_what_they_say(sequence: SelectionSequence) -> None:
+    for case in sequence.steps():
+        assert oracle.violations(case.operator, case.arguments) == []
+        check_matches_oracle(case, partial(apply_oracle, case.operator))
+        check_rows_hold_their_tokens(case)
