@@ -69,7 +69,10 @@ def make_lane(
     piece = 0
     if token_bytes:
         loops, piece = coalesce(levels, item_bytes)
-    tiled = nz and piece == NZ_BYTES and len(loops) in (1, 2)
+    # A tile is whole columns of packed tokens into rows that lie one after the other.
+    tiled = (
+        nz and piece == row_stride == NZ_BYTES and len(loops) in (1, 2) and loops[-1][1] == NZ_BYTES
+    )
     return Lane(
         tok_arg,
         page_arg,
