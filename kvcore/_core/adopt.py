@@ -177,6 +177,12 @@ def _row_of_name(spelled: str, name: str) -> int:
     return NOT_IN_TABLE if row is None else row.id
 
 
+def torch_tensor_type() -> Any:
+    """torch.Tensor where torch is loaded, else None."""
+    module = sys.modules.get("torch")
+    return None if module is None else getattr(module, "Tensor", None)
+
+
 def _is_torch(obj: Any) -> bool:
     module = sys.modules.get("torch")
     return module is not None and isinstance(obj, getattr(module, "Tensor", ()))

@@ -12,24 +12,7 @@ from cpython.pycapsule cimport (
 )
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
-cdef extern from *:
-    """
-    #include <stdint.h>
-    typedef struct { int32_t device_type, device_id; } kv_dl_device;
-    typedef struct { uint8_t code, bits; uint16_t lanes; } kv_dl_type;
-    typedef struct {
-        void *data; kv_dl_device device; int32_t ndim; kv_dl_type dtype;
-        int64_t *shape, *strides; uint64_t byte_offset;
-    } kv_dl_tensor;
-    typedef struct kv_dl_managed {
-        kv_dl_tensor dl_tensor; void *manager_ctx; void (*deleter)(struct kv_dl_managed *);
-    } kv_dl_managed;
-    typedef struct kv_dl_versioned {
-        uint32_t major, minor; void *manager_ctx;
-        void (*deleter)(struct kv_dl_versioned *);
-        uint64_t flags; kv_dl_tensor dl_tensor;
-    } kv_dl_versioned;
-    """
+cdef extern from "../_core/dlpack.h":
     ctypedef struct kv_dl_device:
         int32_t device_type
         int32_t device_id
