@@ -19,7 +19,7 @@ __all__ = ["LIBRARY", "OPERATORS"]
 Tensor = torch.Tensor
 Ints = Sequence[int] | None
 
-LIBRARY = torch.library.Library("kvcore", "DEF")  # noqa: TOR901 - lives as long as the module
+LIBRARY = torch.library.Library("kvcore", "DEF")
 #: Names registered under torch.ops.kvcore.
 OPERATORS: list[str] = []
 
