@@ -5,31 +5,27 @@ from __future__ import annotations
 
 import sys
 import zipfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-ALLOWED = {".py", ".pyi", ".so", ".typed"}
+SOURCES = {".pyx", ".pxd", ".h", ".c"}
+GENERATED = {".so", ".pyc"}
 
 
 def main(wheel: str) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        names = [PurePosixPath(name) for name in archive.namelist()]
-    inside = [name for name in names if name.parts[0] == "kvcore"]
-    outside = {name.parts[0] for name in names} - {"kvcore"}
-    wrong = [str(name) for name in inside if name.suffix not in ALLOWED]
-    wrong += [name for name in outside if not name.endswith(".dist-info")]
-    sources = {path.with_suffix("") for path in Path("kvcore").rglob("*.pyx")}
-    compiled = {name.parent / name.name.split(".")[0] for name in inside if name.suffix == ".so"}
-    wrong += [f"{path} is not compiled" for path in sources if PurePosixPath(path) not in compiled]
-    wrong += [
-        f"{path} is absent"
-        for path in Path("kvcore").rglob("*.py*")
-        if path.suffix in (".py", ".pyi") and PurePosixPath(path) not in inside
-    ]
-    if PurePosixPath("kvcore/py.typed") not in inside:
-        wrong.append("py.typed is absent")
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    kept = [p for p in Path("kvcore").rglob("*") if p.is_file() and p.suffix not in GENERATED]
+    wanted = {str(path) for path in kept if path.suffix not in SOURCES}
+    compiled = {str(path.with_suffix("")) for path in kept if path.suffix == ".pyx"}
+    modules = {name for name in names if name.endswith(".so")}
+    built = {name.partition(".")[0] for name in modules} - {"kvcore/_cython_shared"}
+    wrong = [f"{name}: not in the wheel" for name in wanted - names]
+    wrong += [f"{name}: has no place in a wheel" for name in names - wanted - modules]
+    wrong += [f"{name}: not compiled" for name in compiled - built]
+    wrong += [f"{name}: compiled from nothing" for name in built - compiled]
     if wrong:
         sys.exit(f"{wheel}:\n  " + "\n  ".join(sorted(wrong)))
-    print(f"{Path(wheel).name}: {Path(wheel).stat().st_size // 1024} KiB, {len(inside)} files")
+    print(f"{Path(wheel).name}: {Path(wheel).stat().st_size // 1024} KiB, {len(names)} files")
 
 
 if __name__ == "__main__":

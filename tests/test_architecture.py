@@ -8,6 +8,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -57,37 +58,38 @@ def test_import_stays_light(module: str, absent: set[str]) -> None:
         assert not loaded_by(f"import {module}") & absent
 
 
-# ---------------------------------------------------------------- compiled sources
+# ---------------------------------------------------------------- direction of imports
+def layers() -> dict[str, int]:
+    """Layer of each top-level module, from the import linter's contract: 0 is the highest."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (contract,) = (c for c in contracts["contracts"] if c["type"] == "layers")
+    return {
+        name.strip(" ()"): depth
+        for depth, layer in enumerate(contract["layers"])
+        for name in layer.split("|")
+    }
+
+
+LAYERS = layers()
 IMPORT = re.compile(
     r"^\s*(?:from\s+(?P<source>[\w.]+)\s+(?P<kind>c?import)\b(?P<names>\s*\([^)]*\)|[^\n#]*)"
     r"|(?P<plain>c?import)\s+(?P<modules>[\w., ]+))",
     re.MULTILINE,
 )
-POSIX = {"errno.h", "pthread.h", "sched.h", "stdint.h", "string.h", "time.h", "unistd.h"}
-C_LEVEL = ("libc", "cpython", "cython")
-KVCORE = {
-    "_kernels": ("kvcore._kernels",),
-    "_core": (
-        *("kvcore._core", "kvcore._kernels", "kvcore.layout", "kvcore.soc", "kvcore.dtypes"),
-        *("kvcore.threads", "kvcore.errors"),
-    ),
-    "runtime": ("kvcore.runtime", "kvcore.errors"),
-}
-COMPILED = [path for folder in KVCORE for path in files(".pyx", ".pxd", below=folder)]
 
 
 def code_of(path: Path) -> str:
-    """The text without strings that span lines: a docstring may well start a line with 'import'."""
+    """The text without long strings: a line of a docstring may well start with 'import'."""
     return re.sub(r'"""[\s\S]*?"""', '""', path.read_text())
 
 
 def imports_of(path: Path) -> list[tuple[str, str]]:
-    """(kind, module) of each import; ``from kvcore import x`` counts as kvcore.x."""
+    """(import or cimport, module) of each; ``from kvcore import x`` counts as kvcore.x."""
     found = []
     for match in IMPORT.finditer(code_of(path)):
         if match["plain"]:
             modules = [part.split(" as ")[0].strip() for part in match["modules"].split(",")]
-            found += [(match["plain"], module) for module in modules]
+            found += [(match["plain"], module) for module in modules if module]
         elif match["source"] == "kvcore":
             names = match["names"].strip(" ()\n").split(",")
             found += [
@@ -98,35 +100,48 @@ def imports_of(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-def within(module: str, roots: tuple[str, ...]) -> bool:
-    return any(module == root or module.startswith(root + ".") for root in roots)
+def place(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].split(".")[0]
 
 
-def test_every_compiled_source_is_in_a_known_folder() -> None:
-    known = {path for folder in KVCORE for path in (PACKAGE / folder).glob("*.pyx")}
-    assert set(files(".pyx")) == known
+def test_every_module_has_a_layer() -> None:
+    assert {place(path) for path in files(".py", ".pyx")} - {"__init__"} <= set(LAYERS)
+
+
+@pytest.mark.parametrize("path", named(files(".py", ".pyi", ".pyx", ".pxd")))
+def test_imports_point_one_way(path: Path) -> None:
+    """As the import linter has it, for compiled modules too, which it cannot see."""
+    if path.name == "__init__.py" and path.parent == PACKAGE:
+        return
+    own = place(path)
+    for _, module in imports_of(path):
+        if module.split(".")[0] != "kvcore":
+            continue
+        other = module.partition(".")[2].split(".")[0]
+        if other != own:
+            # The package itself imports the operators: what lies above them may import it whole.
+            depth = LAYERS.get(other, LAYERS["ops"])
+            assert depth > LAYERS[own], f"kvcore.{own} is not above {module}"
+
+
+# ---------------------------------------------------------------- compiled sources
+POSIX = {"errno.h", "pthread.h", "sched.h", "stdint.h", "string.h", "time.h", "unistd.h"}
+COMPILED = files(".pyx", ".pxd")
+
+
+def test_every_compiled_source_is_in_a_folder_that_is_built() -> None:
+    assert {place(path) for path in COMPILED} <= {"_kernels", "_core", "runtime"}
 
 
 @pytest.mark.parametrize("path", named(COMPILED))
-def test_compiled_sources_cimport_downwards_only(path: Path) -> None:
-    allowed = (*C_LEVEL, *KVCORE[path.parent.name])
-    cimports = [module for kind, module in imports_of(path) if kind == "cimport"]
-    assert [module for module in cimports if not within(module, allowed)] == []
-
-
-@pytest.mark.parametrize("path", named(COMPILED))
-def test_compiled_sources_import_downwards_only(path: Path) -> None:
+def test_compiled_sources_import_what_their_place_allows(path: Path) -> None:
     imports = [module for kind, module in imports_of(path) if kind == "import"]
-    if path.parent.name == "_kernels":
-        assert imports == []  # a kernel moves bytes and knows no Python
-    ours = [module for module in imports if within(module, ("kvcore",))]
-    assert [module for module in ours if not within(module, KVCORE[path.parent.name])] == []
-    assert not {module.split(".")[0] for module in imports} & (CONCURRENT | HEAVY | {"anyio"})
-
-
-@pytest.mark.parametrize("path", named(COMPILED))
-def test_compiled_sources_use_own_or_standard_headers(path: Path) -> None:
-    # numpy's C API above all: it would tie a build to one numpy.
+    cimports = [module for kind, module in imports_of(path) if kind == "cimport"]
+    # Not numpy's C API above all: it would tie a build to one numpy.
+    assert {name.split(".")[0] for name in cimports} <= {"libc", "cpython", "cython", "kvcore"}
+    assert not {name.split(".")[0] for name in imports} & (CONCURRENT | HEAVY | {"anyio"})
+    if place(path) == "_kernels":
+        assert imports == [], "a kernel moves bytes and knows no Python"
     for header in re.findall(r'cdef extern from "<?([^">]+)', code_of(path)):
         own = (path.parent / header, PACKAGE / "_kernels" / header)
         assert header in POSIX or any(candidate.exists() for candidate in own), header
@@ -184,16 +199,16 @@ def executed_at_import(tree: ast.Module) -> ast.Module:
 
 @pytest.mark.parametrize("path", named(files(".py", ".pyi")))
 def test_python_sources_import_what_their_place_allows(path: Path) -> None:
-    place = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    own = place(path)
     everywhere = imports_in(ast.parse(path.read_text()))
     at_import = imports_in(executed_at_import(ast.parse(path.read_text())))
     assert not everywhere & CONCURRENT, "kvcore runs on any event loop: use anyio"
     assert "rich" not in at_import, "rich is imported where it is used"
-    if place not in ("cli", "replay", "bench"):
+    if own != "cli":
         assert "rich" not in everywhere, "only the command line prints"
-    if place != "torch":
+    if own != "torch":
         assert "torch" not in everywhere, "only kvcore.torch knows torch"
-    if place not in ("runtime", "offload"):
+    if own not in ("runtime", "offload"):
         assert "anyio" not in at_import
 
 

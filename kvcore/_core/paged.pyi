@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Callable, Sequence
 
+from numpy import int64
+from numpy.typing import NDArray
+
 from kvcore._core.lanes import Lane
-from kvcore._core.plan import Spec
+from kvcore._core.plan import Plan, Spec
 from kvcore.soc import SoC
 
 class PagedSpec(Spec):
@@ -12,6 +15,9 @@ class PagedSpec(Spec):
     def num_slots(self) -> int: ...
     @property
     def token_bytes(self) -> int: ...
+    def row_accesses(
+        self, plan: Plan, page_offset: int
+    ) -> tuple[list[tuple[int, NDArray[int64]]], list[tuple[int, NDArray[int64]]]]: ...
 
 class SlotSpec(PagedSpec):
     def __init__(

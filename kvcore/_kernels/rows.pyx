@@ -39,21 +39,24 @@ cdef inline void move(
         kv_copy(page, tok, n)
 
 
-cdef inline void copy_pieces(const kv_lane* lane, char* tok, char* page, bint gather, const kv_isa* isa) noexcept nogil:
-    cdef int64_t i, j, k
+cdef inline void copy_pieces(
+    const kv_lane* lane, char* tok, char* page, bint gather, const kv_isa* isa
+) noexcept nogil:
+    cdef int64_t i, j, k, n = lane.bytes
     cdef char* t1
     cdef char* p1
     cdef char* t2
     cdef char* p2
     if lane.levels == 1:
         for i in range(lane.n[0]):
-            move(lane, tok + i * lane.tok_step[0], page + i * lane.page_step[0], lane.bytes, gather, isa)
+            move(lane, tok + i * lane.tok_step[0], page + i * lane.page_step[0], n, gather, isa)
     elif lane.levels == 2:
         for i in range(lane.n[0]):
             t1 = tok + i * lane.tok_step[0]
             p1 = page + i * lane.page_step[0]
             for j in range(lane.n[1]):
-                move(lane, t1 + j * lane.tok_step[1], p1 + j * lane.page_step[1], lane.bytes, gather, isa)
+                p2 = p1 + j * lane.page_step[1]
+                move(lane, t1 + j * lane.tok_step[1], p2, n, gather, isa)
     else:
         for i in range(lane.n[0]):
             t1 = tok + i * lane.tok_step[0]
@@ -63,13 +66,13 @@ cdef inline void copy_pieces(const kv_lane* lane, char* tok, char* page, bint ga
                 p2 = p1 + j * lane.page_step[1]
                 for k in range(lane.n[2]):
                     move(
-                        lane, t2 + k * lane.tok_step[2], p2 + k * lane.page_step[2], lane.bytes,
-                        gather, isa
+                        lane, t2 + k * lane.tok_step[2], p2 + k * lane.page_step[2], n, gather, isa
                     )
 
 
 cdef void copy_whole(
-    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather, const kv_isa* isa
+    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather,
+    const kv_isa* isa
 ) noexcept nogil:
     # A token is one piece. Consecutive slots of packed rows are one copy.
     cdef int64_t i = begin, j, slot, limit
@@ -140,7 +143,8 @@ cdef void copy_tiles(
 
 
 cdef void copy_tokens(
-    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather, const kv_isa* isa
+    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather,
+    const kv_isa* isa
 ) noexcept nogil:
     cdef int64_t i
     if lane.token_bytes == 0:
@@ -210,9 +214,8 @@ cdef void run_rows(rows_job* job, int n_threads, bint ordered) noexcept nogil:
         job.chunk_tokens = (job.n_tokens + chunks - 1) // chunks
         if job.chunk_tokens < 1:
             job.chunk_tokens = 1
-        run_chunks(
-            unordered_chunk, job, (job.n_tokens + job.chunk_tokens - 1) // job.chunk_tokens, n_threads
-        )
+        chunks = (job.n_tokens + job.chunk_tokens - 1) // job.chunk_tokens
+        run_chunks(unordered_chunk, job, chunks, n_threads)
 
 
 def scatter(
