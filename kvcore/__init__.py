@@ -31,6 +31,7 @@ from kvcore.ops.scatter_pa import (
     reshape_and_cache,
     scatter_pa_kv_cache,
 )
+from kvcore.ops.scenario import Scenario, scenario_of
 from kvcore.soc import SoC, use_soc
 from kvcore.threads import get_num_threads, set_num_threads
 
@@ -45,6 +46,7 @@ __all__ = [
     "ParamInvalidError",
     "ParamNullError",
     "RaceError",
+    "Scenario",
     "SlotRangeError",
     "SoC",
     "StreamError",
@@ -61,6 +63,7 @@ __all__ = [
     "plan_scatter_pa_kv_cache",
     "reshape_and_cache",
     "scatter_pa_kv_cache",
+    "scenario_of",
     "set_num_threads",
     "unpack_float4",
     "use_soc",

@@ -152,7 +152,7 @@ def _numpy(array: Any, name: str, owner: Any) -> Reading:
         fail(name, f"at most {MAX_RANK} axes", array.ndim)
     if found.byteorder not in "=|" and not found.isnative:
         fail(name, "native byte order", f"dtype {found.str}")
-    row = _row_of_name(str(found.name), name)
+    row = row_of_name(str(found.name), name)
     return (
         array.ctypes.data,
         array.shape,
@@ -165,7 +165,7 @@ def _numpy(array: Any, name: str, owner: Any) -> Reading:
     )
 
 
-def _row_of_name(spelled: str, name: str) -> int:
+def row_of_name(spelled: str, name: str) -> int:
     if spelled in UNPACKED_FLOAT4:
         known = UNPACKED_FLOAT4[spelled]
         fail(
@@ -217,7 +217,7 @@ def _torch(tensor: Any, name: str) -> Reading:
         fail(name, f"at most {MAX_RANK} axes", tensor.dim())
     spelled = str(tensor.dtype).removeprefix("torch.")
     row = (
-        _row_of_name(TORCH_NAMES.get(spelled, spelled), name)
+        row_of_name(TORCH_NAMES.get(spelled, spelled), name)
         if spelled not in TORCH_NAMES
         else (dtypes.BY_NAME[TORCH_NAMES[spelled]].id)
     )

@@ -201,7 +201,7 @@ cdef class SlotSpec(PagedSpec):
         bad = first_at_or_above(slots, self.num_tokens, self.num_slots)
         if bad >= 0:
             raise self.words(bad, slots[bad])
-        return 0
+        return self.warn_of_values(plan)
 
     def accesses(self, Plan plan):
         found = PagedSpec.accesses(self, plan)

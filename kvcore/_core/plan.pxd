@@ -8,13 +8,15 @@ cdef enum:
 
 cdef class Spec:
     cdef readonly tuple outputs        # indices of the arrays written
-    cdef readonly tuple warnings       # KVPortabilityWarning texts, given at each call
+    cdef public tuple warnings         # KVPortabilityWarning texts, given at each call
     cdef readonly object soc
+    cdef public object value_quirks    # called with the plan once its values are checked, or None
     cdef unsigned int output_mask
     cdef set disjoint                  # (i, j, distance) proven to share no byte
 
     cdef object execute(self, Plan plan)
     cdef object check_values(self, Plan plan)
+    cdef int warn_of_values(self, Plan plan) except -1
 
 cdef class Plan:
     cdef readonly Operator operator

@@ -7,6 +7,8 @@ from kvcore._core.overlap import Access
 from kvcore.soc import SoC
 
 class Spec:
+    warnings: tuple[str, ...]
+    value_quirks: Callable[[Plan], None] | None
     def __init__(
         self,
         outputs: tuple[int, ...],
@@ -15,8 +17,6 @@ class Spec:
     ) -> None: ...
     @property
     def outputs(self) -> tuple[int, ...]: ...
-    @property
-    def warnings(self) -> tuple[str, ...]: ...
     @property
     def soc(self) -> SoC | None: ...
     def workspace_size(self, plan: Plan) -> int: ...

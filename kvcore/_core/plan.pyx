@@ -16,12 +16,10 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy, strncmp
 
-import warnings as _warnings
-
 from kvcore import soc as _soc, threads as _threads
-from kvcore._core import overlap, settings
+from kvcore._core import overlap, portability, settings
 from kvcore._core.arrays cimport ON_DEVICE, View, info_of, read_view, unchanged
-from kvcore.errors import KVPortabilityWarning, ParamInvalidError, StreamError
+from kvcore.errors import ParamInvalidError, StreamError
 
 cdef extern from "unistd.h":
     char** environ  # declared with _GNU_SOURCE, which Python.h defines
@@ -84,6 +82,12 @@ cdef class Spec:
     cdef object check_values(self, Plan plan):
         """Read and check the contents without moving a byte."""
         raise NotImplementedError
+
+    cdef int warn_of_values(self, Plan plan) except -1:
+        """What a load ends with: the contents are checked, and may be fine here but not there."""
+        if self.value_quirks is not None:
+            self.value_quirks(plan)
+        return 0
 
     def workspace_size(self, Plan plan):
         """Bytes of scratch memory a run needs."""
@@ -301,7 +305,7 @@ cdef class Operator:
         self.keep_apart(plan, spec)
         if spec.warnings:
             for text in spec.warnings:
-                _warnings.warn(text, KVPortabilityWarning, stacklevel=3)
+                portability.warn(text)
         if on_device or environment or backend is not None or settings.active:
             plan.backend, plan.prepared = settings.choose(plan, backend, on_device)
         return plan

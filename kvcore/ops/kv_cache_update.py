@@ -11,7 +11,7 @@ from kvcore._core.lanes import make_lane
 from kvcore._core.paged import AppendSpec
 from kvcore._core.plan import Operator, Plan, Spec
 from kvcore.errors import ParamInvalidError
-from kvcore.ops import checks
+from kvcore.ops import checks, soc_update
 from kvcore.soc import SoC
 
 __all__ = ["kv_cache_update", "plan_kv_cache_update"]
@@ -63,6 +63,8 @@ def _resolve(infos: tuple[ArrayInfo | None, ...], params: tuple[Any, ...], soc: 
         shown = list(new_kv.shape)
         checks.fail("new_kv", f"tokens of hidden size {hidden} (past {list(past.shape)})", shown)
     checks.output(past)
+    if soc is not None:
+        soc_update.check_update(new_kv, own, hidden, (infos[LAYER_ID], token_offset, seq_len), soc)
     lane = make_lane(
         NEW_KV,
         PAST,
@@ -86,14 +88,21 @@ def _resolve(infos: tuple[ArrayInfo | None, ...], params: tuple[Any, ...], soc: 
         LAYER_ID,
         TOKEN_OFFSET,
         SEQ_LEN,
-        partial(_fault, layers, max_seq, tokens),
+        partial(_fault, layers, max_seq, tokens, machine=soc.name if soc else ""),
         (),
         soc,
     )
 
 
 def _fault(
-    layers: int, max_seq: int, tokens: int, rule: str, index: int, seen: int, other: int
+    layers: int,
+    max_seq: int,
+    tokens: int,
+    rule: str,
+    index: int,
+    seen: int,
+    other: int,
+    machine: str = "",
 ) -> Exception:
     """The error of a value; ``other`` is what it was compared with."""
     argument, where = rule, f"[{index}]"
@@ -117,9 +126,9 @@ def _fault(
     elif rule == "max_seq":
         argument, expected = "token_offset", f"at most max_seq {max_seq}"
     elif rule == "soc seq_len":
-        argument, expected = "seq_len", "a length > 0 on this SoC"
+        argument, expected = "seq_len", f"a length > 0 on {machine}"
     else:
-        argument, expected = "token_offset", f"less than max_seq {max_seq} on this SoC"
+        argument, expected = "token_offset", f"less than max_seq {max_seq} on {machine}"
     return ParamInvalidError(
         f"{argument}{where}: expected {expected}, got {seen}",
         argument=argument,

@@ -17,7 +17,7 @@ from kvcore._core.paged import SlotSpec
 from kvcore._core.plan import Operator, Plan, Spec
 from kvcore.dtypes import DType
 from kvcore.errors import ParamNullError
-from kvcore.ops import checks, compress
+from kvcore.ops import checks, compress, soc_scatter
 from kvcore.soc import SoC
 
 __all__ = [
@@ -419,8 +419,12 @@ def _row_lane(case: Case, lane: int, source_arg: int, cache_arg: int, head_size:
 
 def _resolve(infos: Infos, params: tuple[Any, ...], soc: SoC | None) -> Spec:
     case = classify(infos, params)
-    if case.rule not in ("rows", "Nct"):
-        return compress.resolve(case, soc)
+    compresses = case.rule not in ("rows", "Nct")
+    spec = compress.resolve(case, soc) if compresses else _slot_spec(case, soc)
+    return spec if soc is None else soc_scatter.apply(spec, case, soc)
+
+
+def _slot_spec(case: Case, soc: SoC | None) -> Spec:
     outputs = tuple(cache_arg for _, cache_arg, _ in case.lanes())
     lanes = [_row_lane(case, i, *lane) for i, lane in enumerate(case.lanes())]
     return SlotSpec(

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hardware refuses of ScatterPaKvCache and ScatterPaCache, and what it would warn of.
+
+Rules about shapes, dtypes and modes raise when a plan is made. Quirks, what kernels do beyond
+their documents, are texts for a KVPortabilityWarning: those that shapes decide come back from
+check_scatter, those that contents decide from value_quirks.
+Source: the vendor's documents, tilings and kernels that SoC.profile.sources names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore._core import adopt
+from kvcore._core.arrays import ArrayInfo
+from kvcore._core.lanes import NZ_BYTES
+from kvcore._core.plan import Spec
+from kvcore._core.portability import warn
+from kvcore.errors import fail
+from kvcore.soc import PROFILES, Accepted, SoC
+
+__all__ = ["KEY_ONLY", "KEY_VALUE", "apply", "check_scatter", "value_quirks"]
+
+KEY_VALUE = "scatter_pa_kv_cache"
+KEY_ONLY = "scatter_pa_cache"
+_DOCUMENT = {KEY_VALUE: "ScatterPaKvCache", KEY_ONLY: "ScatterPaCache"}
+_COMPRESSION = (3, 4, 5)
+_MEANS_OR_DROPS = ("Rope", "Omni")
+
+
+def apply(spec: Spec, case: Any, soc: SoC, operator: str = KEY_VALUE) -> Spec:
+    """Check a Case against a SoC and give its Spec the warnings; returns the Spec."""
+    spec.warnings = check_scatter(case, soc, operator)
+    spec.value_quirks = value_quirks(case, soc)
+    return spec
+
+
+def check_scatter(case: Any, soc: SoC, operator: str = KEY_VALUE) -> tuple[str, ...]:
+    """Raise ParamInvalidError for what that SoC refuses of a Case; texts of what it warns of.
+
+    operator: "scatter_pa_kv_cache" or "scatter_pa_cache". The error names the argument, what was
+    expected on that SoC and what was seen.
+    """
+    _check_scenario(case, soc, operator)
+    if case.number == 1:
+        _check_nz(case, soc)
+    elif case.number == 7:
+        _check_nhsd(case, soc)
+    slots = case.blocks * case.block_size
+    if case.number != 3 and slots < case.tokens:
+        # Scenario 3 has B * S padded places and no T.
+        fail(
+            "key_cache",
+            f"num_blocks * block_size >= T = {case.tokens} on {soc.name}",
+            f"{case.blocks} * {case.block_size} = {slots}",
+        )
+    if case.tokens == 0:
+        return ()
+    quirks = _quirks_950 if soc.name == "950" else _quirks_910
+    return tuple(f"{soc.name}: {text}" for text in quirks(case, soc))
+
+
+# ---------------------------------------------------------------- refused
+def _check_scenario(case: Any, soc: SoC, operator: str) -> None:
+    profile = soc.profile
+    rows = profile.scatter_kv if operator == KEY_VALUE else profile.scatter_key
+    if not rows:
+        others = [s.name for s in PROFILES.values() if s.profile.scatter_key]
+        fail("soc", f"{' or '.join(map(repr, others))} for {operator}", repr(soc.name))
+    here = f"on {soc.name} ({_DOCUMENT[operator]})"
+    if case.number not in {row.scenario for row in rows} and not case.key_only:
+        _refuse_scenario(case, rows, here)
+    if operator == KEY_VALUE and case.key_only and case.number not in profile.key_only:
+        _refuse_key_only(case, soc, here)
+    accepted = [r for r in rows if r.scenario == case.number and case.rule in r.rules]
+    if not accepted:
+        _refuse_scenario(case, rows, here)
+    names = accepted[0].dtypes
+    for argument, dtype in (("key", case.dtype), ("value", case.value_dtype)):
+        if dtype.name not in names:
+            fail(argument, f"dtype {_either(names)} in scenario {_label(case)} {here}", dtype)
+
+
+def _label(case: Any) -> str:
+    """The scenario's number, with the mode where it has several."""
+    modes = {"rows": "", "Nct": " with Nct"}
+    return f"{case.number}{modes.get(case.rule, f' with {case.rule}')}"
+
+
+def _either(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
+
+
+def _refuse_scenario(case: Any, rows: tuple[Accepted, ...], here: str) -> None:
+    known = _either(tuple(map(str, sorted({row.scenario for row in rows}))))
+    expected = f"a call of scenario {known} {here}"
+    if case.number == 7:
+        fail("scatter_mode", expected, "'NHSD' (scenario 7)")
+    fail("key", expected, f"scenario {_label(case)}, shape {list(case.infos[0].shape)}")
+
+
+def _refuse_key_only(case: Any, soc: SoC, here: str) -> None:
+    value = case.infos[3]
+    seen = "None" if value is None else "a 0-d array"
+    only = _either(tuple(map(str, soc.profile.key_only))) if soc.profile.key_only else ""
+    hint = f"key only is scenario {only}" if only else "key only is scatter_pa_cache"
+    fail("value", f"an array in scenario {case.number} {here}; {hint}", seen)
+
+
+def _check_nz(case: Any, soc: SoC) -> None:
+    most = soc.profile.nz_block_size
+    if case.block_size > most:
+        fail("key_cache", f"block_size < {most + 1} in PA_NZ on {soc.name}", case.block_size)
+    if soc.name != "950" and case.value_dtype.name == "int8" and case.dtype.name != "int8":
+        fail("value", f"int8 only beside an int8 key on {soc.name}", f"int8 beside {case.dtype}")
+
+
+def _check_nhsd(case: Any, soc: SoC) -> None:
+    profile = soc.profile
+    assert profile.nhsd_heads is not None
+    assert profile.nhsd_block_items is not None
+    assert profile.nhsd_token_bytes is not None
+    where = f"in NHSD on {soc.name}"
+    if case.heads > profile.nhsd_heads:
+        fail("key", f"fewer than {profile.nhsd_heads + 1} heads {where}", case.heads)
+    total = 0
+    for source_arg, cache_arg, head_size in case.lanes():
+        source, cache = case.infos[source_arg], case.infos[cache_arg]
+        size = head_size * source.itemsize
+        if size % NZ_BYTES:
+            multiple = NZ_BYTES // source.itemsize
+            fail(source.name, f"a head size that is a multiple of {multiple} {where}", head_size)
+        if case.block_size * head_size > profile.nhsd_block_items:
+            fail(
+                cache.name,
+                f"block_size * head_size < {profile.nhsd_block_items + 1} {where}",
+                f"{case.block_size} * {head_size} = {case.block_size * head_size}",
+            )
+        total += case.heads * size
+    if total > profile.nhsd_token_bytes:
+        fail(
+            "key",
+            f"fewer than {profile.nhsd_token_bytes + 1} bytes in the key and value of a token "
+            f"{where}",
+            total,
+        )
+
+
+# ---------------------------------------------------------------- warned of
+def _quirks_910(case: Any, soc: SoC) -> Iterator[str]:
+    if case.number in (4, 5):
+        yield from _quirks_of_windows(case, soc)
+    elif case.number == 7:
+        most = soc.profile.nhsd_tiling_bytes
+        assert most is not None
+        total = sum(case.heads * d * case.infos[i].itemsize for i, _, d in case.lanes())
+        if total > most:
+            yield (
+                f"the tiling keeps 1 KiB for itself and refuses {total} bytes in the key and "
+                f"value of a token (most: {most})"
+            )
+    elif case.rule == "rows" and case.scatter_mode == "None":
+        yield from _quirks_of_strides(case)
+
+
+def _quirks_of_windows(case: Any, soc: SoC) -> Iterator[str]:
+    key, value = case.head_size, case.value_head_size
+    if key != value:
+        yield (
+            f"the compression kernels take the key's head size {key} for the value too, "
+            f"which has {value}"
+        )
+    for name, size in (("key", key), ("value", value)):
+        if size % NZ_BYTES and (name == "key" or size != key):
+            yield (
+                f"the compression kernels assume head sizes that are multiples of {NZ_BYTES}; "
+                f"{name} has {size}"
+            )
+    most = soc.profile.mean_head_size
+    if case.number == 5 and most is not None and max(key, value) > most:
+        yield f"the {case.rule} kernel has room for head sizes up to {most}, not {max(key, value)}"
+    if case.index_dtype.name != "int32":
+        yield f"the compression kernels read int32 indices, and these are {case.index_dtype}"
+
+
+def _quirks_of_strides(case: Any) -> Iterator[str]:
+    # A call with every last axis dense is handed to the kernel as views; any other is copied to
+    # dense arrays first, and right.
+    arrays = [case.infos[i] for lane in case.lanes() for i in lane[:2]]
+    if not all(_dense_from(info, len(info.shape) - 1) for info in arrays):
+        return
+    for source_arg, cache_arg, _ in case.lanes():
+        source, cache = case.infos[source_arg], case.infos[cache_arg]
+        if not _dense_from(source, 0):
+            yield (
+                f"the kernel ignores the strides of {source.name} and reads it as if it were "
+                "contiguous; make it contiguous first (or use Nct)"
+            )
+        if not _dense_from(cache, 1 if case.number == 2 else 0):
+            honoured = "only the first axis' stride" if case.number == 2 else "no stride"
+            yield (
+                f"the kernel honours {honoured} of {cache.name} in scenario {case.number} and "
+                "would write other bytes"
+            )
+
+
+def _dense_from(info: ArrayInfo, axis: int) -> bool:
+    """Whether the axes from ``axis`` on are C-contiguous."""
+    step = info.itemsize
+    for size, stride in zip(info.shape[:axis:-1], info.strides[:axis:-1], strict=True):
+        if size == 0:
+            return True
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return info.shape[axis] <= 1 or info.strides[axis] == step
+
+
+def _quirks_950(case: Any, soc: SoC) -> Iterator[str]:
+    if case.number in (4, 5):
+        yield f"the tiling of today refuses compression with a 3-D key (scenario {case.number})"
+    if case.number == 2 and case.rule == "Nct":
+        for lane, (source_arg, _, head_size) in enumerate(case.lanes()):
+            end = case.tokens * case.strides[lane] + case.offsets[lane]
+            most = (case.tokens - 1) * case.heads * head_size
+            if end > most:
+                yield (
+                    f"the tiling refuses T * stride + offset > (T-1) * H * D, for "
+                    f"{case.infos[source_arg].name} {end} > {most}"
+                )
+
+
+# ---------------------------------------------------------------- warned of, by contents
+def value_quirks(case: Any, soc: SoC) -> Callable[[Any], None] | None:
+    """What a plan calls with itself, its values checked, to warn of them; None: no such quirk."""
+    first_gen = soc.name != "950"
+    if case.tokens == 0 or case.number not in ((4, 5, 7) if first_gen else _COMPRESSION):
+        return None
+    if case.number == 7:
+        return _NegativeSlots(soc.name, case.number)
+    return _Windows(soc.name, case.number, case.rule, case.heads)
+
+
+def _values(plan: Any, argument: str) -> NDArray[np.int64]:
+    i = plan.operator.arguments.index(argument)
+    raw = adopt.as_raw(plan.arrays[i], argument)
+    return np.array(raw.view(f"i{raw.itemsize}"), np.int64).reshape(-1)
+
+
+class _NegativeSlots:
+    """Scenario 7: one row a slot."""
+
+    def __init__(self, soc: str, number: int) -> None:
+        self.soc = soc
+        self.number = number
+
+    def __call__(self, plan: Any) -> None:
+        slots = _values(plan, "slot_mapping")
+        self.warn_of(slots, np.ones(slots.size, np.int64))
+
+    def warn_of(self, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Warn of the first negative slot whose run has rows."""
+        found = np.flatnonzero((slots < 0) & (rows > 0))
+        if found.size:
+            effect = (
+                "skips single rows of its run, not the run"
+                if self.soc == "950"
+                else "is not skipped: it writes in front of the cache"
+            )
+            warn(
+                f"{self.soc}: slot_mapping[{found[0]}] = {slots[found[0]]} {effect} "
+                f"(scenario {self.number})"
+            )
+
+
+class _Windows(_NegativeSlots):
+    """Scenarios 3, 4, 5: a run per (batch, head)."""
+
+    def __init__(self, soc: str, number: int, rule: str, heads: int) -> None:
+        super().__init__(soc, number)
+        self.rule = rule
+        self.heads = heads
+
+    def __call__(self, plan: Any) -> None:
+        windows = _values(plan, "compress_lens")
+        rows = windows
+        if self.rule in _MEANS_OR_DROPS:
+            starts = _values(plan, "compress_seq_offset")
+            if self.soc == "950":
+                self.warn_of_windows(windows, starts)
+            tokens = np.repeat(_values(plan, "seq_lens"), self.heads)
+            kept = tokens - windows + ((windows > 0) if self.rule == "Rope" else 0)
+            rows = np.where(starts == -1, tokens, kept)
+        # On the 950 the tiling refuses 4 and 5 before a slot counts.
+        if self.soc != "950" or self.number == 3:
+            self.warn_of(_values(plan, "slot_mapping"), rows)
+
+    def warn_of_windows(self, windows: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
+        """Warn of the first empty window and of the first head without compression."""
+        for argument, values, least in (
+            ("compress_lens", windows, 1),
+            ("compress_seq_offset", starts, 0),
+        ):
+            found = np.flatnonzero(values < least)
+            if found.size:
+                warn(
+                    f"{self.soc}: {argument}[{found[0]}] = {values[found[0]]}, and the "
+                    f"{self.rule} kernel expects it >= {least}"
+                )

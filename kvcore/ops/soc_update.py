@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hardware refuses of KVCacheOperation (ATB)."""
+
+from __future__ import annotations
+
+from kvcore._core.arrays import ArrayInfo
+from kvcore.dtypes import DType
+from kvcore.errors import fail
+from kvcore.soc import PROFILES, SoC
+
+__all__ = ["check_update"]
+
+ALIGN_BYTES = 32
+
+
+def check_update(
+    new_kv: ArrayInfo,
+    dtype: DType,
+    hidden: int,
+    indices: tuple[ArrayInfo | None, ...],
+    soc: SoC,
+) -> None:
+    """Raise ParamInvalidError for what that SoC refuses; rules about values are the run's.
+
+    hidden: elements of a token; indices: layer_id (None for a Python int), token_offset, seq_len.
+    Source: ascend-transformer-boost, kvcache_operation.cpp and kvcache_kernel.cpp.
+    """
+    profile = soc.profile
+    if profile.update_token_bytes is None:
+        others = [repr(s.name) for s in PROFILES.values() if s.profile.update]
+        fail("soc", f"{' or '.join(others)} for kv_cache_update", repr(soc.name))
+    if dtype.name not in profile.update:
+        fail("new_kv", f"dtype {' or '.join(profile.update)} on {soc.name}", dtype)
+    for info in indices:
+        if info is not None and info.dtype is not None and info.dtype.name != "int32":
+            fail(info.name, f"dtype int32 on {soc.name}", info.dtype)
+    size = hidden * dtype.itemsize
+    if size % ALIGN_BYTES:
+        multiple = ALIGN_BYTES // dtype.itemsize
+        fail("past", f"a hidden size that is a multiple of {multiple} on {soc.name}", hidden)
+    if size > profile.update_token_bytes:
+        fail("past", f"at most {profile.update_token_bytes} bytes a token on {soc.name}", size)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays that are not there: a name, a shape and a dtype, for the rules that need no memory.
+
+The rules of every operator read ArrayInfo; a StandIn has the same attributes, is contiguous,
+writable and of any size, so that a cache of gigabytes can be checked without one.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvcore import dtypes
+from kvcore._core import adopt, arrays
+from kvcore.dtypes import DType
+from kvcore.errors import fail
+
+__all__ = ["StandIn", "info_of"]
+
+PAIR = "an array or a pair (shape, dtype)"
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """What ArrayInfo says of an array, without one."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: DType | None
+    dtype_name: str
+    itemsize: int
+    read_only: bool = False
+    on_device: bool = False
+    address: int = 0
+
+
+def info_of(value: Any, name: str) -> Any:
+    """ArrayInfo of an array, a StandIn of a pair (shape, dtype), None of None.
+
+    shape: of the stored items (float4: pairs of elements, as in an array); dtype: a name, or a
+    dtype object of numpy, ml_dtypes, en_dtypes or torch.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)):
+        return arrays.read(value, name)
+    if len(value) != 2:
+        fail(name, PAIR, f"a {type(value).__name__} of {len(value)}")
+    shape = _shape(value[0], name)
+    row, spelled, itemsize = _dtype(value[1], name)
+    strides, step = [], itemsize
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    if step > 2**63 - 1:
+        fail(name, "an array below 2**63 bytes", f"shape {list(shape)} of {spelled}")
+    return StandIn(name, shape, tuple(reversed(strides)), row, spelled, itemsize)
+
+
+def _shape(value: Any, name: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(operator.index(size) for size in value)
+    except TypeError:
+        fail(name, PAIR, f"the shape {value!r}")
+    if any(size < 0 for size in shape):
+        fail(name, "a shape of sizes >= 0", list(shape))
+    if len(shape) > adopt.MAX_RANK:
+        fail(name, f"at most {adopt.MAX_RANK} axes", len(shape))
+    return shape
+
+
+def _dtype(value: Any, name: str) -> tuple[DType | None, str, int]:
+    if isinstance(value, DType):
+        return value, value.name, value.itemsize
+    spelled = value if isinstance(value, str) else str(value)
+    spelled = spelled.removeprefix("torch.")
+    row = dtypes.BY_NAME.get(adopt.TORCH_NAMES.get(spelled, spelled))
+    if row is None:
+        try:
+            found = np.dtype(value)
+        except TypeError:
+            fail(name, "a dtype or the name of one", repr(value))
+        if not found.isnative:
+            fail(name, "native byte order", f"dtype {found.str}")
+        # Unpacked float4 types are refused here as in an array.
+        i = adopt.row_of_name(found.name, name)
+        if i < 0:
+            return None, found.name, found.itemsize
+        row = dtypes.TABLE[i]
+    return row, row.name, row.itemsize
