@@ -220,7 +220,8 @@ _TABLE: dict[str, Profile] = {
 class SoC:
     """One hardware generation by name: "A2", "A3" or "950".
 
-    Equal names are equal; printing one prints its table.  ParamInvalidError for other names.
+    Equal names are equal.  str and print give its table, an f-string its name.
+    ParamInvalidError for other names.
     """
 
     name: str
@@ -239,6 +240,10 @@ class SoC:
 
     def __str__(self) -> str:
         return "\n".join(_lines(self.name, self.profile))
+
+    def __format__(self, spec: str) -> str:
+        # Inside a sentence the name is meant: f"on {soc}".
+        return format(self.name, spec)
 
 
 A2 = SoC("A2")

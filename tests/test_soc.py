@@ -96,6 +96,10 @@ def test_printing_a_soc_prints_its_table(name: str, capsys: pytest.CaptureFixtur
     assert "\x1b" not in text  # plain text: it may be piped into a file
 
 
+def test_inside_a_sentence_a_soc_is_its_name() -> None:
+    assert f"on {kvcore.SoC('A3')}, {kvcore.SoC('950'):>4}" == "on A3,  950"
+
+
 def test_the_table_says_what_is_not_supported() -> None:
     assert "ScatterPaCache: not supported" in str(kvcore.SoC("A3"))
     assert "KVCacheOperation: not supported" in str(kvcore.SoC("950"))
