@@ -29,7 +29,7 @@ MODES = (*NO_MODE, "Alibi", "Rope", "Omni", "Nct", "NHSD")
 
 def scatter_violations(arguments: Arguments) -> list[Violation]:
     """Every broken rule of a scatter_pa_kv_cache call."""
-    return first_stage((_presence, _types, _shapes, _outputs, _values), arguments)
+    return first_stage((_presence, _types, _optional, _shapes, _outputs, _values), arguments)
 
 
 def scatter_pa_cache_violations(arguments: Arguments) -> list[Violation]:
@@ -90,8 +90,9 @@ def _types(a: Arguments) -> Iterator[Violation]:
         yield invalid("float4 has no mean", "key", "value", "dtype", "value_dtype", "scatter_mode")
 
 
-def _shapes(a: Arguments) -> Iterator[Violation]:
-    number, rule = _number(a), _rule(a)
+def _optional(a: Arguments) -> Iterator[Violation]:
+    """The optional arrays of the scenario, and no other."""
+    rule = _rule(a)
     needs: tuple[str, ...] = ()
     if rule is not None:
         needs = ("compress_lens", "seq_lens")
@@ -102,6 +103,10 @@ def _shapes(a: Arguments) -> Iterator[Violation]:
             yield null(name)
         if name not in needs and a.get(name) is not None:
             yield invalid("belongs to another scenario", name)
+
+
+def _shapes(a: Arguments) -> Iterator[Violation]:
+    number = _number(a)
     lanes = _lanes(a)
     caches = [cache for _, cache in lanes]
     ranks = {a[c].ndim for c in caches}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import oracle
 import strategies
-from cases import Case, check_matches_oracle, check_rows_hold_their_tokens
+from cases import Case, blame, check_matches_oracle, check_rows_hold_their_tokens
 from strategies_selection import SelectionSequence
 
 LEGAL = {
@@ -20,6 +20,14 @@ LEGAL = {
     "kv_cache_update": strategies.kv_cache_update_cases(),
     "gather_pa_kv_cache": strategies.gather_pa_cases(),
     "gather_selection_kv_cache": strategies.gather_selection_cases(),
+}
+
+ILLEGAL = {
+    "scatter_pa_kv_cache": strategies.illegal_scatter_cases(),
+    "scatter_pa_cache": strategies.illegal_scatter_pa_cache_cases(),
+    "kv_cache_update": strategies.illegal_kv_cache_update_cases(),
+    "gather_pa_kv_cache": strategies.illegal_gather_pa_cases(),
+    "gather_selection_kv_cache": strategies.illegal_gather_selection_cases(),
 }
 
 
@@ -52,3 +60,13 @@ def test_selection_sequences_hold_what_they_say(sequence: SelectionSequence) -> 
         assert oracle.violations(case.operator, case.arguments) == []
         check_matches_oracle(case, partial(apply_oracle, case.operator))
         check_rows_hold_their_tokens(case)
+
+
+@pytest.mark.parametrize("operator", ILLEGAL)
+@given(data=st.data())
+def test_illegal_cases_break_the_rule_they_say(operator: str, data: st.DataObject) -> None:
+    illegal = data.draw(ILLEGAL[operator])
+    assert illegal.by_the_rules, illegal.broken
+    at_fault = [v for v in illegal.by_the_rules if v.error in illegal.errors]
+    assert at_fault, (illegal.broken, illegal.by_the_rules)
+    assert blame(at_fault) & set(illegal.blamed), (illegal.broken, illegal.by_the_rules)
