@@ -1,1 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Request traces served over a paged cache: the books, the schedule, the bytes."""
+
+from kvcore.offload.caches import LAYOUTS, PagedCaches
+from kvcore.offload.models import MODELS, ModelShape, model_shape
+from kvcore.offload.pool import BlockPool
+from kvcore.offload.replay import Replay, slot_mapping
+from kvcore.offload.report import Mismatch, ReplayReport
+from kvcore.offload.scheduler import Scheduler
+from kvcore.offload.synthetic import generate_trace
+from kvcore.offload.traces import TraceRequest, read_trace
+
+__all__ = [
+    "LAYOUTS",
+    "MODELS",
+    "BlockPool",
+    "Mismatch",
+    "ModelShape",
+    "PagedCaches",
+    "Replay",
+    "ReplayReport",
+    "Scheduler",
+    "TraceRequest",
+    "generate_trace",
+    "model_shape",
+    "read_trace",
+    "slot_mapping",
+]

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvcore info``: what was found on this machine, and why something is not usable."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvcore.cli import status
+from kvcore.cli.parser import Parser, Subparsers
+
+#: What None means in a group of `kvcore.info()`.
+NOTHING = {"backends ": "usable", "packages ": "not installed"}
+
+
+def register(subparsers: Subparsers[Parser]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "info",
+        help="what this machine has: libraries, backends, threads, dtypes",
+        description="Say which libraries, backends, threads, instruction sets and dtypes were "
+        "found, and why a backend is not usable.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Print ``kvcore.info()``."""
+    import kvcore
+
+    facts: dict[str, Any] = kvcore.info()
+    if namespace.json:
+        print(json.dumps(facts, indent=2, default=str))
+        return status.OK
+
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvcore.cli.console import output
+
+    table = Table(box=box.SIMPLE, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in _rows(facts):
+        # Text, since a path or a reason may hold what rich takes for markup.
+        table.add_row(Text(name), Text(value))
+    output().print(table)
+    return status.OK
+
+
+def _rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in facts.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _rows(value, f"{name} ")
+        elif isinstance(value, list | tuple):
+            yield name, ", ".join(map(str, value)) or "none"
+        elif value is None:
+            yield name, NOTHING.get(prefix, "none")
+        else:
+            yield name, str(value)

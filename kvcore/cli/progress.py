@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a replay is, on standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcore.offload import Replay
+
+__all__ = ["progress_of"]
+
+LINES = 10
+SECONDS_BETWEEN_UPDATES = 0.1
+
+Update = Callable[["Replay"], None]
+
+
+@contextmanager
+def progress_of(kind: str) -> Iterator[Update | None]:
+    """A function to call after each step, for "auto", "bar", "lines" or "none"."""
+    if kind == "auto":
+        kind = "bar" if sys.stderr is not None and sys.stderr.isatty() else "none"
+    if kind == "bar":
+        with _bar() as update:
+            yield update
+    else:
+        yield _Lines().update if kind == "lines" else None
+
+
+@contextmanager
+def _bar() -> Iterator[Update]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    columns = (
+        TextColumn("replay"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[done]}"),
+        Remaining(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("replay", total=None, done="")
+        last = 0.0
+
+        def update(replay: Replay) -> None:
+            nonlocal last
+            now = monotonic()
+            # A step can take microseconds, drawing takes hundreds of them.
+            if now - last >= SECONDS_BETWEEN_UPDATES:
+                last = now
+                bar.update(
+                    task,
+                    completed=replay.seen_tokens,
+                    total=replay.total_tokens,
+                    done=f"{replay.finished_requests}/{replay.total_requests} requests",
+                )
+
+        yield update
+
+
+class _Lines:
+    """A line at the first step and at every tenth of the tokens."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def update(self, replay: Replay) -> None:
+        if replay.seen_tokens * LINES >= self._next * replay.total_tokens:
+            self._next = replay.seen_tokens * LINES // replay.total_tokens + 1
+            print(
+                f"replay: {replay.seen_tokens} of {replay.total_tokens} tokens,"
+                f" {replay.finished_requests} of {replay.total_requests} requests",
+                file=sys.stderr,
+                flush=True,
+            )
