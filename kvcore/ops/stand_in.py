@@ -83,6 +83,8 @@ def _dtype(value: Any, name: str) -> tuple[DType | None, str, int]:
         try:
             found = np.dtype(value)
         except TypeError:
+            found = None
+        if found is None or value is None:  # numpy takes None for float64
             fail(name, "a dtype or the name of one", repr(value))
         if not found.isnative:
             fail(name, "native byte order", f"dtype {found.str}")
