@@ -110,12 +110,7 @@ def kv_cache_update_cases(draw: Draw, dtypes: Sequence[str] = DTYPES) -> Case:
         outer = draw(st.sampled_from([d for d in range(1, tokens + 1) if tokens % d == 0] or [1]))
         shape = (outer, tokens // outer, heads, size)
     layer = draw(st.integers(0, layers - 1))
-    form = draw(st.sampled_from(["int", "array", "numpy"]))
-    layer_id: Any = layer
-    if form == "array":
-        layer_id = b.indices("layer_id", [layer])
-    elif form == "numpy":
-        layer_id = np.int64(layer)
+    layer_id: Any = b.indices("layer_id", [layer]) if draw(st.booleans()) else layer
     arguments: dict[str, Any] = {
         "new_kv": b.data("new_kv", shape, element, output=False),
         "layer_id": layer_id,
