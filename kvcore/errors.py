@@ -70,10 +70,13 @@ def _rebuild(cls: type[KVCoreError], message: str, state: dict[str, object]) -> 
 
 
 def fail(argument: str, expected: str, seen: object) -> NoReturn:
-    """Raise ParamInvalidError in the one shape: argument, what was expected, what was seen."""
+    """Raise ParamInvalidError in the one shape: argument, what was expected, what was seen.
+
+    argument may carry a position, as in ``strides[1]``; the error's attribute is the bare name.
+    """
     raise ParamInvalidError(
         f"{argument}: expected {expected}, got {seen}",
-        argument=argument,
+        argument=argument.partition("[")[0],
         seen=seen,
         expected=expected,
     )

@@ -3,32 +3,20 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-
 import numpy as np
 import pytest
 
 import conformance_cases
 import kvcore
 import oracle
+from landed import need
 
 TYPED_NAMES = [name for name in conformance_cases.NAMES if conformance_cases.can_be_typed(name)]
 
 
-def need(case: conformance_cases.ConformanceCase) -> None:
-    """Skip what has not landed; this function and its one call go when everything has."""
-    if not hasattr(kvcore, case.operator):
-        pytest.skip(f"kvcore.{case.operator} is not there yet")
-    if case.meta.get("scenario") in (3, 4, 5):
-        compress = importlib.import_module("kvcore.ops.compress")
-        if "a mode this version has" in inspect.getsource(compress):
-            pytest.skip("the compressing scenarios are not there yet")
-
-
 def check(name: str, typed: bool) -> None:
     case = conformance_cases.load(name, typed)
-    need(case)
+    need(case.operator, case.meta.get("scenario"))
     inputs = {k: np.array(v) for k, v in case.arguments.items() if isinstance(v, np.ndarray)}
     want = oracle.run(case.operator, case.arguments)
     returned = getattr(kvcore, case.operator)(**case.arguments)
