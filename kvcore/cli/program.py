@@ -40,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Who read our output has gone.  Python flushes again at exit: let that go nowhere.
         _drop_output()
         return status.BROKEN_PIPE
+    except KeyboardInterrupt:
+        print("kvcore: interrupted", file=sys.stderr)
+        return status.INTERRUPTED
     return code
 
 
@@ -50,9 +53,6 @@ def _run(arguments: Sequence[str] | None) -> int:
         return end.code if isinstance(end.code, int) else status.USAGE
     try:
         code: int = namespace.run(namespace)
-    except KeyboardInterrupt:
-        print("kvcore: interrupted", file=sys.stderr)
-        return status.INTERRUPTED
     except BrokenPipeError:
         raise
     except OSError as error:
