@@ -104,6 +104,7 @@ def test_info_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     [
         (ParamInvalidError("x: expected 1, got 2"), 2, "kvcore info: x: expected 1, got 2\n"),
         (FileNotFoundError(2, "No such file", "a.txt"), 2, "kvcore info: a.txt: No such file\n"),
+        (MemoryError(), 2, "kvcore info: more memory was asked for than there is\n"),
         (OSError("disk on fire"), 2, "kvcore info: disk on fire\n"),
         (KeyboardInterrupt(), 130, "kvcore: interrupted\n"),
     ],

@@ -59,8 +59,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         named = error.filename is not None and error.strerror is not None
         _complain(namespace, f"{error.filename}: {error.strerror}" if named else str(error))
         return status.USAGE
-    except KVCoreError as error:
-        _complain(namespace, str(error))
+    except (KVCoreError, MemoryError) as error:
+        _complain(namespace, str(error) or "more memory was asked for than there is")
         return status.USAGE
     return code
 

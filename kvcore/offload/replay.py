@@ -97,8 +97,9 @@ class Replay:
         self._rows = TokenRows(shape.num_layers, *shape.row_bytes, max_batch + chunk_tokens, seed)
         longest = max((len(request.hash_ids) for request in requests), default=0)
         # [batch row, 512-token block] content of the prompt; what is generated comes last.
-        self._content = np.zeros((max_batch, longest + 1), np.uint64)
-        self._prompt = np.zeros((2, max_batch), np.int64)  # tokens, blocks
+        num_rows = len(self.scheduler.tables)
+        self._content = np.zeros((num_rows, longest + 1), np.uint64)
+        self._prompt = np.zeros((2, num_rows), np.int64)  # tokens, blocks
         self._write = write if write is not None else _operator()
         cache_mode, scatter_mode = LAYOUTS[layout]
         self._modes: dict[str, Any] = {

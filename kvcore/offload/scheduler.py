@@ -127,8 +127,8 @@ class Counters:
 class Scheduler:
     """Serves ``requests`` in their order over ``pool``.
 
-    tables: [max_batch, places] int64, block of each place of each running request; -1 where
-            there is none.
+    tables: [rows, places] int64, block of each place of each running request (its ``row``); -1
+            where there is none.
     Raises ParamInvalidError when a request cannot fit the pool even alone.
     """
 
@@ -150,8 +150,9 @@ class Scheduler:
         self.counters = Counters()
         self._refuse_what_cannot_fit()
         places = max((self._blocks_for(w.request.total_tokens) for w in self.waiting), default=0)
-        self.tables: NDArray[np.int64] = np.full((max_batch, places), -1, np.int64)
-        self._rows = list(range(max_batch - 1, -1, -1))
+        num_rows = min(max_batch, len(self.waiting))
+        self.tables: NDArray[np.int64] = np.full((num_rows, places), -1, np.int64)
+        self._rows = list(range(num_rows - 1, -1, -1))
         self._blocked_at: int | None = None
 
     def _blocks_for(self, tokens: int) -> int:

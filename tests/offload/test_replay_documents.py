@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents show runs as it stands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcore.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_example_prints_a_row_for_each_pool() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "prefix_hits.py", "--requests", "20"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    header, *rows = done.stdout.splitlines()
+    assert header.split() == ["blocks", "hits", "preemptions", "evictions", "peak"]
+    assert [row.split()[0] for row in rows] == ["1024", "4096", "16384", "65536"]
+
+
+def test_the_python_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/replay.md").read_text(), re.S)
+    (tmp_path / "trace.jsonl").write_text(
+        '{"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [0, 1]}\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, "replay.md", "exec"), {})
+    assert re.match(r"0\.0 [\d.]+ 0\n", capsys.readouterr().out)
+
+
+def test_the_page_names_no_option_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["replay", "--help"])
+    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
+    named = set(re.findall(r"--[a-z][a-z-]+", (ROOT / "docs/replay.md").read_text()))
+    assert named <= options
+    assert {"--cache-mib", "--blocks", "--verify-samples", "--json"} <= named
