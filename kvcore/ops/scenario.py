@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcore._core.plan import Operator
-from kvcore.errors import ParamInvalidError
-from kvcore.ops import scatter_pa
-from kvcore.ops.stand_in import info_of
-from kvcore.soc import PROFILES
+from kvcore.ops.questions import QUESTIONS
 
-__all__ = ["Scenario", "ask", "scenario_of"]
+__all__ = ["Scenario", "scenario_of", "verdict_lines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +41,6 @@ def verdict_lines(
     return lines
 
 
-def ask(
-    operator: Operator, infos: tuple[Any, ...], params: tuple[Any, ...]
-) -> tuple[dict[str, str | None], dict[str, tuple[str, ...]]]:
-    """What each SoC says of a call: (runs, warnings). Raises what no machine accepts."""
-    operator.spec_for(infos, params, None)
-    runs: dict[str, str | None] = {}
-    warnings: dict[str, tuple[str, ...]] = {}
-    for name, soc in PROFILES.items():
-        try:
-            spec = operator.spec_for(infos, params, soc)
-        except ParamInvalidError as error:
-            runs[name] = str(error)
-        else:
-            runs[name] = None
-            if spec.warnings:
-                warnings[name] = spec.warnings
-    return runs, warnings
-
-
 def scenario_of(
     key: Any,
     key_cache: Any,
@@ -93,24 +70,22 @@ def scenario_of(
 
     Raises what scatter_pa_kv_cache raises, without a SoC, for arguments that are wrong anywhere.
     """
-    given = (
-        key,
-        key_cache,
-        slot_mapping,
-        value,
-        value_cache,
-        compress_lens,
-        compress_seq_offset,
-        seq_lens,
-    )
-    infos = tuple(map(info_of, given, scatter_pa.ARGUMENTS))
-    params = (
-        cache_mode,
-        scatter_mode,
-        None if strides is None else scatter_pa._listed(strides),
-        None if offsets is None else scatter_pa._listed(offsets),
-        dtype,
-        value_dtype,
-    )
-    number = scatter_pa.classify(infos, params).number
-    return Scenario(number, *ask(scatter_pa._SCATTER, infos, params))
+    given = {
+        "key": key,
+        "key_cache": key_cache,
+        "slot_mapping": slot_mapping,
+        "value": value,
+        "value_cache": value_cache,
+        "compress_lens": compress_lens,
+        "compress_seq_offset": compress_seq_offset,
+        "seq_lens": seq_lens,
+        "cache_mode": cache_mode,
+        "scatter_mode": scatter_mode,
+        "strides": strides,
+        "offsets": offsets,
+        "dtype": dtype,
+        "value_dtype": value_dtype,
+    }
+    answer = QUESTIONS["scatter_pa_kv_cache"].ask(given)
+    assert answer.number is not None
+    return Scenario(answer.number, answer.runs, answer.warnings)

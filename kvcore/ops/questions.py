@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each SoC says of a call of any operator, from shapes and dtypes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcore._core.plan import Operator
+from kvcore.errors import ParamInvalidError
+from kvcore.ops import checks, gather_pa, kv_cache_update, scatter_pa
+from kvcore.ops.stand_in import info_of
+from kvcore.soc import PROFILES
+
+__all__ = ["QUESTIONS", "Answer", "Question"]
+
+Words = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """number: the scenario of a scatter, else None.  runs: per SoC None, or the reason why not.
+    warnings: per SoC what it would do differently."""
+
+    number: int | None
+    runs: dict[str, str | None]
+    warnings: dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One operator: its arrays in order, its other arguments with their defaults, and what its
+    resolver takes of these."""
+
+    operator: Operator
+    arrays: tuple[str, ...]
+    words: dict[str, Any]
+    params: Callable[[Words], tuple[Any, ...]]
+    classify: Callable[[Any, Any], Any] | None = None
+
+    def ask(self, given: Mapping[str, Any]) -> Answer:
+        """Ask every SoC.  given: arrays or (shape, dtype) pairs, and words, by name.
+
+        Raises what the operator raises, without a SoC, for a call that no machine accepts.
+        """
+        words = {name: given.get(name, default) for name, default in self.words.items()}
+        infos = tuple(
+            info_of(given.get(name), name) if name in self.arrays else None
+            for name in self.operator.arguments
+        )
+        params = self.params(words)
+        self.operator.spec_for(infos, params, None)
+        number = None if self.classify is None else self.classify(infos, params).number
+        runs: dict[str, str | None] = {}
+        warnings: dict[str, tuple[str, ...]] = {}
+        for name, soc in PROFILES.items():
+            try:
+                spec = self.operator.spec_for(infos, params, soc)
+            except ParamInvalidError as error:
+                runs[name] = str(error)
+            else:
+                runs[name] = None
+                if spec.warnings:
+                    warnings[name] = spec.warnings
+        return Answer(number, runs, warnings)
+
+
+def _scatter_params(words: Words) -> tuple[Any, ...]:
+    strides, offsets = words["strides"], words["offsets"]
+    return (
+        words["cache_mode"],
+        words["scatter_mode"],
+        None if strides is None else scatter_pa._listed(strides),
+        None if offsets is None else scatter_pa._listed(offsets),
+        words["dtype"],
+        words["value_dtype"],
+    )
+
+
+def _update_params(words: Words) -> tuple[Any, ...]:
+    return words["layer"], words["dtype"]
+
+
+def _gather_pa_params(words: Words) -> tuple[Any, ...]:
+    cumsum = checks.flag(words["is_seq_lens_cumsum"], "is_seq_lens_cumsum")
+    return words["cache_mode"], cumsum, words["dtype"], words["value_dtype"]
+
+
+#: By the operator's name.
+QUESTIONS: dict[str, Question] = {
+    "scatter_pa_kv_cache": Question(
+        scatter_pa._SCATTER,
+        scatter_pa.ARGUMENTS,
+        {
+            "cache_mode": "Norm",
+            "scatter_mode": "None",
+            "strides": None,
+            "offsets": None,
+            "dtype": None,
+            "value_dtype": None,
+        },
+        _scatter_params,
+        scatter_pa.classify,
+    ),
+    "kv_cache_update": Question(
+        kv_cache_update._UPDATE,
+        kv_cache_update.ARGUMENTS,
+        # A layer that is a number; an array is layer_id.
+        {"layer": None, "dtype": None},
+        _update_params,
+    ),
+    "gather_pa_kv_cache": Question(
+        gather_pa._GATHER,
+        gather_pa.ARGUMENTS,
+        {"cache_mode": "Norm", "is_seq_lens_cumsum": False, "dtype": None, "value_dtype": None},
+        _gather_pa_params,
+    ),
+}
