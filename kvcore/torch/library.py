@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import kvcore
 
 __all__ = ["LIBRARY", "OPERATORS"]
 
-Tensor = torch.Tensor
 Ints = Sequence[int] | None
 
 LIBRARY = torch.library.Library("kvcore", "DEF")
