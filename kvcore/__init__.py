@@ -70,7 +70,10 @@ __all__ = [
 ]
 
 # Imported on first use: they bring anyio or torch, which the operators do not need.
-_LAZY: dict[str, str] = {}
+_LAZY: dict[str, str] = dict.fromkeys(
+    ("Buffer", "Device", "DeviceProfile", "Event", "Graph", "Stream", "current_stream"),
+    "kvcore.runtime",
+)
 isa.apply_environment()
 
 _LAZY_MODULES = ("offload", "runtime", "torch")

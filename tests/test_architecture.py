@@ -33,7 +33,8 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-CONCURRENT = {"asyncio", "trio", "sniffio"}
+LOOPS = {"asyncio", "trio"}
+CONCURRENT = LOOPS | {"sniffio"}  # anyio brings this one itself
 HEAVY = {"rich", "torch", "hypothesis", "pytest"}
 UPPER = {"kvcore.runtime", "kvcore.offload", "kvcore.torch", "kvcore.cli", "kvcore.replay"}
 
@@ -43,8 +44,8 @@ UPPER = {"kvcore.runtime", "kvcore.offload", "kvcore.torch", "kvcore.cli", "kvco
     [
         ("kvcore", CONCURRENT | HEAVY | UPPER | {"anyio"}),
         ("kvcore.cli", CONCURRENT | HEAVY | {"anyio", "kvcore.runtime", "kvcore.offload"}),
-        ("kvcore.runtime", CONCURRENT | HEAVY | {"kvcore.ops", "kvcore.backends", "kvcore._core"}),
-        ("kvcore.offload", CONCURRENT | HEAVY),
+        ("kvcore.runtime", LOOPS | HEAVY | {"kvcore.ops", "kvcore.backends", "kvcore._core"}),
+        ("kvcore.offload", LOOPS | HEAVY),
     ],
 )
 def test_import_stays_light(module: str, absent: set[str]) -> None:

@@ -1,1 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Devices, memory, streams, events and graphs: queues that behave like an NPU's.
+
+The package knows nothing of operators: it runs plans (anything with ``run``, ``reads``,
+``writes`` and ``touched``), copies and host functions.  ``docs/runtime.md`` compares its
+semantics with those of torch.cuda and torch_npu.
+"""
+
+from __future__ import annotations
+
+from kvcore.runtime.device import Device
+from kvcore.runtime.event import Event
+from kvcore.runtime.graph import Graph
+from kvcore.runtime.memory import Buffer, MemoryInfo
+from kvcore.runtime.profile import DeviceProfile, Figure
+from kvcore.runtime.race import Party, Race
+from kvcore.runtime.stream import Stream, current_stream
+from kvcore.runtime.trace import Span, StreamUse, Summary, Trace
+
+__all__ = [
+    "Buffer",
+    "Device",
+    "DeviceProfile",
+    "Event",
+    "Figure",
+    "Graph",
+    "MemoryInfo",
+    "Party",
+    "Race",
+    "Span",
+    "Stream",
+    "StreamUse",
+    "Summary",
+    "Trace",
+    "current_stream",
+]

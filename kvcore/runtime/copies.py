@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations that the runtime brings itself: copies and fills, as plans.
+
+They follow the protocol of every plan (``run``, ``reads``, ``writes``, ``touched``,
+``bytes_moved``, ``num_descriptors``).  Their cost is known when they are made: ``demands`` are
+rows (resource, bytes, pieces), and ``host_bytes`` are moved within host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.errors import ParamInvalidError
+from kvcore.runtime._queue import move
+from kvcore.runtime.memory import PAGEABLE, array_of, space_of
+from kvcore.runtime.profile import D2H, H2D, HBM
+
+if TYPE_CHECKING:
+    from kvcore.runtime.device import Device
+
+__all__ = ["Access", "Copy", "Fill", "Ranges", "ranges_of"]
+
+Ranges = npt.NDArray[np.int64]
+Demand = tuple[int, float, int]
+Whole = tuple[tuple["Access", ...], tuple["Access", ...]]
+
+
+class Access:
+    """What a plan touches of one argument: absolute byte ranges, worked out when asked for."""
+
+    __slots__ = ("_arrays", "_ranges", "argument", "owner")
+
+    def __init__(self, argument: str, owner: object, arrays: Sequence[npt.NDArray[Any]]) -> None:
+        self.argument = argument
+        self.owner = owner
+        self._arrays = arrays
+        self._ranges: Ranges | None = None
+
+    @property
+    def ranges(self) -> Ranges:
+        """Rows (start, end), ascending and merged."""
+        if self._ranges is None:
+            rows = [ranges_of(array) for array in self._arrays]
+            self._ranges = rows[0] if len(rows) == 1 else merge(np.concatenate(rows))
+        return self._ranges
+
+
+def ranges_of(array: npt.NDArray[Any]) -> Ranges:
+    """The exact bytes of an array: rows (start, end), ascending and merged."""
+    start = array.ctypes.data
+    if array.size == 0:
+        return np.empty((0, 2), np.int64)
+    if array.flags.c_contiguous:
+        return np.array([[start, start + array.nbytes]], np.int64)
+    dims = [(n, s) for n, s in zip(array.shape, array.strides, strict=True) if n > 1]
+    # a negative stride touches the same bytes from the other end; a zero one, the same byte
+    start += sum((n - 1) * s for n, s in dims if s < 0)
+    dims = sorted(((n, abs(s)) for n, s in dims if s), key=lambda d: d[1])
+    run = array.itemsize
+    while dims and dims[0][1] == run:
+        run *= dims.pop(0)[0]
+    starts = np.array([start], np.int64)
+    for n, stride in dims:
+        starts = (np.arange(n, dtype=np.int64)[:, None] * stride + starts[None, :]).ravel()
+    return merge(np.stack([starts, starts + run], axis=1))
+
+
+def merge(rows: Ranges) -> Ranges:
+    """Sort rows (start, end) and join those that meet."""
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    if len(rows) < 2:
+        return rows
+    ends = np.maximum.accumulate(rows[:, 1])
+    first = np.concatenate([[True], rows[1:, 0] > ends[:-1]])
+    last = np.concatenate([first[1:], [True]])
+    return np.stack([rows[first, 0], ends[last]], axis=1)
+
+
+def bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same elements as unsigned integers, which numpy moves fast and without the GIL."""
+    if array.itemsize in (1, 2, 4, 8):
+        return array.view(f"u{array.itemsize}")
+    return array.view(f"V{array.itemsize}")
+
+
+def pieces_of(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
+    """Contiguous pieces of a copy between two arrays of one shape."""
+    if a.flags.c_contiguous and b.flags.c_contiguous:
+        return 1 if a.size else 0
+    run, pieces, broken = a.itemsize, 1, False
+    for n, s, t in zip(a.shape[::-1], a.strides[::-1], b.strides[::-1], strict=True):
+        if n == 0:
+            return 0
+        if n == 1:
+            continue
+        if not broken and s == run and t == run:
+            run *= n
+        else:
+            broken = True
+            pieces *= n
+    return pieces
+
+
+class Copy:
+    """One copy, or a batch of copies that goes as one operation."""
+
+    __slots__ = (
+        "_loops",
+        "_table",
+        "bytes_moved",
+        "demands",
+        "host_bytes",
+        "name",
+        "num_descriptors",
+        "reads",
+        "writes",
+    )
+    workspace_size = 0
+
+    def __init__(
+        self, device: Device, dsts: Sequence[object], srcs: Sequence[object], batch: bool
+    ) -> None:
+        pairs = []
+        for i, (dst, src) in enumerate(zip(dsts, srcs, strict=True)):
+            where = f"[{i}]" if batch else ""
+            pairs.append(_pair(device, dst, src, f"dst{where}", f"src{where}"))
+        self.name = "copy_batch" if batch else "copy"
+        self.bytes_moved = sum(d.nbytes for d, _ in pairs)
+        counts = [pieces_of(d, s) for d, s in pairs]
+        self.num_descriptors = sum(counts)
+        straight = [
+            (d.ctypes.data, s.ctypes.data, d.nbytes)
+            for d, s in pairs
+            if d.flags.c_contiguous and s.flags.c_contiguous
+        ]
+        self._table = np.array(straight, np.int64).reshape(-1, 3)
+        self._loops = [
+            (bits(d), bits(s))
+            for d, s in pairs
+            if not (d.flags.c_contiguous and s.flags.c_contiguous)
+        ]
+        self.writes = _accesses("dst", dsts, [d for d, _ in pairs])
+        self.reads = _accesses("src", srcs, [s for _, s in pairs])
+        self.demands: list[Demand] = []
+        self.host_bytes = 0
+        if device._clock is not None:
+            share = 1 / device._clock.profile.value("pageable_share")
+            sums: dict[tuple[str, str], list[int]] = {}
+            for dst, src, (d, _), count in zip(dsts, srcs, pairs, counts, strict=True):
+                entry = sums.setdefault((space_of(dst), space_of(src)), [0, 0])
+                entry[0] += d.nbytes
+                entry[1] += count
+            for (to, source), (nbytes, count) in sums.items():
+                self._demand(to, source, nbytes, count, share)
+
+    def _demand(self, to: str, source: str, nbytes: int, count: int, share: float) -> None:
+        if to == source == "device":
+            self.demands.append((HBM, 2 * nbytes, count))
+        elif to != "device" and source != "device":
+            self.host_bytes += nbytes
+        else:
+            link = H2D if to == "device" else D2H
+            over = nbytes * share if PAGEABLE in (to, source) else nbytes
+            self.demands += [(link, over, count), (HBM, nbytes, count)]
+
+    def run(self) -> None:
+        """Move the bytes; dst may overlap src."""
+        if len(self._table):
+            move(self._table)
+        for dst, src in self._loops:
+            np.copyto(dst, src)
+
+    def touched(self) -> Whole:
+        """A copy touches all of its arguments."""
+        return self.reads, self.writes
+
+
+class Fill:
+    """Every element of an array set to one value."""
+
+    __slots__ = (
+        "_array",
+        "_value",
+        "bytes_moved",
+        "demands",
+        "host_bytes",
+        "num_descriptors",
+        "writes",
+    )
+    name = "fill"
+    reads: tuple[Access, ...] = ()
+    workspace_size = 0
+
+    def __init__(self, device: Device, dst: object, value: Any) -> None:
+        array = array_of(dst, "dst", device)
+        _writable(array, "dst")
+        try:
+            with np.errstate(all="ignore"):
+                one = np.asarray(value).astype(array.dtype, casting="unsafe")
+                exact = array.dtype.kind not in "iu" or one == value
+        except (ValueError, TypeError, OverflowError):
+            one, exact = np.zeros(2), False
+        if one.shape != () or not exact:
+            raise ParamInvalidError(
+                f"value: expected one value of type {array.dtype}, got {value!r}",
+                argument="value",
+                seen=value,
+                expected=str(array.dtype),
+            )
+        self._array = bits(array)
+        self._value = bits(one.reshape(1))[0]
+        self.bytes_moved = int(array.nbytes)
+        self.num_descriptors = pieces_of(array, array)
+        self.writes = _accesses("dst", [dst], [array])
+        on_device = space_of(dst) == "device"
+        self.demands: list[Demand] = (
+            [(HBM, self.bytes_moved, self.num_descriptors)] if on_device else []
+        )
+        self.host_bytes = 0 if on_device else self.bytes_moved
+
+    def run(self) -> None:
+        """Set the elements."""
+        self._array[...] = self._value
+
+    def touched(self) -> Whole:
+        """A fill touches all of its array."""
+        return self.reads, self.writes
+
+
+def _pair(
+    device: Device, dst: object, src: object, dst_name: str, src_name: str
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    d = array_of(dst, dst_name, device)
+    s = array_of(src, src_name, device)
+    d_type = getattr(dst, "dtype", d.dtype)
+    s_type = getattr(src, "dtype", s.dtype)
+    if d.dtype != s.dtype:
+        raise ParamInvalidError(
+            f"{src_name}: expected dtype {d_type} as {dst_name}, got {s_type}",
+            argument=src_name,
+            seen=str(s_type),
+            expected=str(d_type),
+        )
+    if d.shape != s.shape:
+        raise ParamInvalidError(
+            f"{src_name}: expected shape {d.shape} as {dst_name}, got {s.shape}",
+            argument=src_name,
+            seen=s.shape,
+            expected=d.shape,
+        )
+    _writable(d, dst_name)
+    return d, s
+
+
+def _writable(array: npt.NDArray[Any], argument: str) -> None:
+    if not array.flags.writeable:
+        raise ParamInvalidError(
+            f"{argument}: expected memory that may be written, got a read-only array",
+            argument=argument,
+            seen="read-only",
+        )
+
+
+def _accesses(
+    argument: str, owners: Sequence[object], arrays: Sequence[npt.NDArray[Any]]
+) -> tuple[Access, ...]:
+    """One access an owner; owners of one storage are taken together."""
+    groups: dict[int, tuple[object, list[npt.NDArray[Any]]]] = {}
+    for owner, array in zip(owners, arrays, strict=True):
+        key = id(getattr(owner, "storage", owner))
+        groups.setdefault(key, (owner, []))[1].append(array)
+    return tuple(Access(argument, owner, group) for owner, group in groups.values())

@@ -1,0 +1,703 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device: its streams, its memory, its workers, and how all of it ends.
+
+Leaving the block
+-----------------
+*Normally*: nothing more can be launched; a mark is put behind everything on every stream and
+waited for; then the workers end, the buffers are given back and, if something failed or raced
+that nobody was told of, that is raised.
+
+*By an exception or a cancel*: what has not started is dropped, so that no wait can last; what
+runs is waited for, shielded, because a kernel cannot be called back while it moves bytes; then
+as above, but the exception that is under way is the one that goes on.
+
+A cancel while leaving normally turns the one into the other.
+
+What waits where
+----------------
+Tasks wait with a ``Bell`` of their event loop; threads wait on a lock.  Neither is ever waited
+for by a worker.  On the model clock a synchronise waits twice: for the bytes (a mark), and then
+until the costs are known that the model needs to say when that was (nodes of the model).
+
+A forked child has the parent's objects and none of its threads: every device of the parent is
+marked, and whatever the child asks of one is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from _thread import allocate_lock
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Literal
+
+import anyio
+import anyio.lowlevel
+import numpy.typing as npt
+
+from kvcore.errors import (
+    BackendUnavailableError,
+    CaptureError,
+    ParamInvalidError,
+    StreamError,
+)
+from kvcore.runtime._queue import Executor, Ledger, Mark, Storage, Waiter
+from kvcore.runtime.bell import Bell, Waitable
+from kvcore.runtime.clock import ModelClock
+from kvcore.runtime.event import Event, failed
+from kvcore.runtime.graph import Capture, Graph, join_or_refuse
+from kvcore.runtime.memory import (
+    DEFAULT_ALIGNMENT,
+    SPACES,
+    Buffer,
+    MemoryInfo,
+    allocate,
+)
+from kvcore.runtime.observe import Observer, call_site
+from kvcore.runtime.profile import RESOURCES, DeviceProfile
+from kvcore.runtime.race import Race, RaceCheck
+from kvcore.runtime.stream import Stream, current_stream, use_stream
+from kvcore.runtime.trace import DEFAULT_MAX_EVENTS, Trace
+
+__all__ = ["Device"]
+
+MAX_WORKERS = 64
+
+_DEVICES: weakref.WeakSet[Device] = weakref.WeakSet()
+#: The bells of the event loop that runs, by device; goes with the loop.
+_BELLS: anyio.lowlevel.RunVar[weakref.WeakKeyDictionary[Device, Bell]] = anyio.lowlevel.RunVar(
+    "kvcore_bells"
+)
+
+
+class Device:
+    """One device, modelled on this machine; use it in an ``async with`` or a ``with`` block.
+
+    profile:    "A2", "A3" (one die), "950", a DeviceProfile, or None: no capacity limit, and
+                kernels may use any array.
+    clock:      "wall": operations take the time they take here.  "model": they still move their
+                bytes, but time comes from the profile, and is the same on every run.
+    race_check: "off", "record" (see ``races``) or "raise" (at the next synchronise or exit).
+    check_host: with a race check, also compare checksums of plain numpy sources at launch and
+                at run.
+    trace, max_events: keep a trace, of at most so many entries a kind.
+    workers:    threads that run operations.
+    seed:       a whole number that decides which ready operation runs next; None: in turn.
+    backend:    None or "cpu"; a device of another backend is not available here.
+    """
+
+    def __init__(
+        self,
+        profile: str | DeviceProfile | None = None,
+        *,
+        clock: Literal["wall", "model"] = "wall",
+        race_check: Literal["off", "record", "raise"] = "off",
+        trace: bool = False,
+        workers: int = 2,
+        backend: str | None = None,
+        seed: int | None = None,
+        check_host: bool = False,
+        max_events: int | None = None,
+    ) -> None:
+        self.profile = _profile(profile)
+        _one_of("clock", clock, ("wall", "model"))
+        _one_of("race_check", race_check, ("off", "record", "raise"))
+        _whole("workers", workers, 1, MAX_WORKERS)
+        if seed is not None:
+            _whole("seed", seed, -(2**63), 2**64 - 1)
+        if max_events is not None:
+            _whole("max_events", max_events, 1, 2**40)
+        if backend not in (None, "cpu"):
+            raise BackendUnavailableError(
+                f"backend: expected None or 'cpu', got {backend!r}; the runtime drives no other "
+                "device yet",
+                argument="backend",
+                seen=backend,
+                expected=(None, "cpu"),
+            )
+        if clock == "model" and self.profile is None:
+            raise ParamInvalidError(
+                "clock: expected 'wall' for a device without a profile, got 'model'; name a "
+                "profile ('A2', 'A3', '950')",
+                argument="clock",
+                seen=clock,
+            )
+        if check_host and race_check == "off":
+            raise ParamInvalidError(
+                "check_host: expected a race check to be on, got race_check='off'",
+                argument="check_host",
+                seen=check_host,
+            )
+        self.backend = "cpu"
+        self.workers = workers
+        self.clock = clock
+        self.race_check = race_check
+        self._key = object()
+        self._lock = threading.RLock()
+        self._executor = Executor(self._key, seed, self.profile is not None, clock == "model")
+        self._executor.refuse_memory = self._refuse_memory
+        self._executor.graph_wait = join_or_refuse
+        self._executor.lock = self._lock
+        capacity = -1 if self.profile is None else self.profile.capacity_bytes
+        self._ledgers = {space: Ledger(capacity if space == "device" else -1) for space in SPACES}
+        self._storages: weakref.WeakSet[Storage] = weakref.WeakSet()
+        self._streams: list[Stream] = []
+        self._names: dict[str, int] = {}
+        self._sides: weakref.WeakKeyDictionary[Stream, list[Stream]] = weakref.WeakKeyDictionary()
+        self._default: Stream | None = None
+        self._captures: list[Graph] = []
+        self._threads: list[threading.Thread] = []
+        self._bells: list[Bell] = []
+        self._origin = time.monotonic()
+        self._trace: Trace | None = None
+        self._clock: ModelClock | None = None
+        self._race: RaceCheck | None = None
+        if trace or max_events is not None:
+            size = DEFAULT_MAX_EVENTS if max_events is None else max_events
+            self._trace = Trace(size, self._now, self._origin, clock == "model")
+        if clock == "model":
+            assert self.profile is not None
+            self._clock = ModelClock(self.profile, self._lock, self._trace)
+        if race_check != "off":
+            self._race = RaceCheck(raising=race_check == "raise", check_host=check_host)
+        if self._race or self._clock or self._trace:
+            self._executor.observer = Observer(self, self._race, self._clock, self._trace)
+            self._executor.observe_start = check_host
+        _DEVICES.add(self)
+
+    # -- streams, events, graphs
+
+    def stream(self, name: str | None = None) -> Stream:
+        """A new stream; a name that is taken gets a number behind it."""
+        self._executor.check()
+        return self._new_stream("stream" if name is None else str(name))
+
+    def _new_stream(self, name: str) -> Stream:
+        with self._lock:
+            index = len(self._streams) + 1  # 0 is the host
+            n = self._names[name] = self._names.get(name, 0) + 1
+            unique = name if n == 1 else f"{name}#{n}"
+            stream = Stream(self, unique, index)
+            self._streams.append(stream)
+            if self._race is not None:
+                self._race.lane(index, unique)
+            if self._trace is not None:
+                self._trace.names[index] = unique
+        return stream
+
+    def _side_streams(self, stream: Stream, n: int) -> list[Stream]:
+        """Hidden streams for the forks of graphs replayed on a stream."""
+        sides = self._sides.setdefault(stream, [])
+        while len(sides) < n:
+            sides.append(self._new_stream(f"{stream.name}/fork{len(sides) + 1}"))
+        return sides[:n]
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """All streams, in the order they were made."""
+        return tuple(self._streams)
+
+    @property
+    def default_stream(self) -> Stream:
+        """The stream used where none is named; it orders nothing but its own work."""
+        if self._default is None:
+            self._executor.check()
+            self._default = self._new_stream("default")
+        return self._default
+
+    def current_stream(self) -> Stream:
+        """The stream of this device in use in this task, or the default stream."""
+        return current_stream(self)
+
+    def use(self, stream: Stream) -> contextlib.AbstractContextManager[Stream]:
+        """``with device.use(stream):`` makes it the current one in this task."""
+        return use_stream(self._own(stream))
+
+    def _own(self, stream: object) -> Stream:
+        if isinstance(stream, Stream) and stream.device is self:
+            return stream
+        seen = "one of another device" if isinstance(stream, Stream) else type(stream).__name__
+        raise ParamInvalidError(
+            f"stream: expected a stream of this device, got {seen}", argument="stream", seen=seen
+        )
+
+    def event(self, *, blocking: bool = False, enable_timing: bool = True) -> Event:
+        """A new event, not recorded."""
+        self._executor.check()
+        return Event(self, blocking=blocking, enable_timing=enable_timing)
+
+    def capture(self, stream: Stream) -> Capture:
+        """``async with device.capture(stream) as graph:`` records launches instead of running.
+
+        A plain ``with`` does the same.  Inside, synchronising, querying, allocating, freeing,
+        host access and replaying raise CaptureError and record nothing.
+        """
+        self._executor.check()
+        return Capture(self, self._own(stream))
+
+    # -- memory
+
+    def empty(
+        self, shape: object, dtype: object = "float32", *, align: int = DEFAULT_ALIGNMENT
+    ) -> Buffer:
+        """Device memory, contents undefined.
+
+        shape: whole numbers >= 0.  dtype: a type's name ("bfloat16").  align: a power of two up
+        to 64 KiB.  Raises DeviceOutOfMemoryError (``wanted``, ``free``, ``total`` in bytes; then
+        nothing was taken), CaptureError inside a capture.
+        """
+        return self._allocate(shape, dtype, "device", align)
+
+    def empty_host(
+        self, shape: object, dtype: object = "float32", *, align: int = DEFAULT_ALIGNMENT
+    ) -> Buffer:
+        """Pinned host memory: for copies, which then run side by side with everything."""
+        return self._allocate(shape, dtype, "host", align)
+
+    def empty_swapped(
+        self, shape: object, dtype: object = "float32", *, align: int = 4096
+    ) -> Buffer:
+        """Host memory that kernels on the device use in place, over the link."""
+        return self._allocate(shape, dtype, "swapped", align)
+
+    def _allocate(self, shape: object, dtype: object, space: str, align: int) -> Buffer:
+        self._executor.check()
+        self._refuse_in_capture("allocate memory")
+        return allocate(self, shape, dtype, space, align)
+
+    def memory(self, space: str = "device") -> MemoryInfo:
+        """Bytes used, the peak and the capacity of a space."""
+        _one_of("space", space, SPACES)
+        ledger = self._ledgers[space]
+        capacity = None if ledger.capacity < 0 else ledger.capacity
+        return MemoryInfo(ledger.used, ledger.peak, capacity, ledger.allocations, ledger.frees)
+
+    def _memory_changed(self) -> None:
+        if self._trace is not None:
+            with self._lock:
+                for space in SPACES:
+                    self._trace.memory(space, self._ledgers[space].used)
+
+    def _refuse_memory(self, argument: str, owner: object) -> None:
+        """Raise for an argument that a kernel here must not touch."""
+        if isinstance(owner, Buffer):
+            if owner.storage.freed:
+                seen, expected = "a buffer that was freed", "live memory"
+            elif owner.storage.owner is not self._key:
+                seen, expected = "another device's", "memory of the stream's own device"
+            else:
+                seen = "pinned host memory"
+                expected = "device or swapped memory for a kernel (copies may use pinned memory)"
+        else:
+            seen = f"{type(owner).__name__} in pageable host memory"
+            expected = "device or swapped memory for a kernel on a modelled device"
+        raise ParamInvalidError(
+            f"{argument}: expected {expected}, got {seen}",
+            argument=argument,
+            seen=seen,
+            expected=expected,
+        )
+
+    def _host_access(self, buffer: Buffer, array: npt.NDArray[Any], mode: str, name: str) -> None:
+        race = self._race
+        if race is None or not self._executor.is_open:
+            return
+        site = call_site()
+        calling = self._executor.calling()
+        with self._lock:
+            for write in (False, True):
+                if ("w" if write else "r") in mode:
+                    if calling is None:
+                        race.host_access(buffer, array, write, f"buffer.{name}()", site)
+                    else:
+                        race.function_access(*calling, buffer, array, write, site)
+
+    # -- captures
+
+    def _refuse_in_capture(self, what: str, stream: Stream | None = None) -> None:
+        if self._captures:
+            raise self._capture_error("device" if stream is None else "stream", what)
+
+    def _capture_error(self, argument: str, what: str) -> CaptureError:
+        return CaptureError(
+            f"{argument}: expected launches only while a graph is captured, got a request to "
+            f"{what}",
+            argument=argument,
+            seen=what,
+            expected="launches",
+        )
+
+    @contextlib.contextmanager
+    def _one_launch(self) -> Iterator[None]:
+        """Inside, all launches together cost the host one."""
+        clock = self._clock
+        if clock is None:
+            yield
+            return
+        assert self.profile is not None
+        clock.charge(self.profile.value("launch_cost"))
+        clock.free_launches = True
+        try:
+            yield
+        finally:
+            clock.free_launches = False
+
+    # -- time
+
+    def _now(self) -> float:
+        if self._clock is not None:
+            return self._clock.host
+        return (time.monotonic() - self._origin) * 1e6
+
+    @property
+    def now(self) -> float:
+        """Microseconds since the device was opened: the host's time line.
+
+        On the model clock launches advance it by their cost, and a synchronise brings it to the
+        end of the work.
+        """
+        return self._now()
+
+    def _time_of(self, mark: Mark) -> float | None:
+        if mark.graph is not None or mark.pending:
+            return None
+        if self._clock is not None:
+            return self._clock.time_of(mark)
+        return (mark.time - self._origin) * 1e6
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Model clock: microseconds each resource has served so far."""
+        if self._clock is None:
+            return {}
+        return dict(zip(RESOURCES, self._clock.busy, strict=True))
+
+    # -- races
+
+    @property
+    def races(self) -> tuple[Race, ...]:
+        """The races found so far, with the race check on."""
+        return () if self._race is None else tuple(self._race.races)
+
+    @property
+    def race_remarks(self) -> tuple[tuple[str, str, int], ...]:
+        """Legal and probably not meant, as (sentence, file, line)."""
+        return () if self._race is None else tuple(self._race.remarks)
+
+    @property
+    def trace(self) -> Trace:
+        """The trace; ParamInvalidError when none is kept."""
+        if self._trace is None:
+            raise ParamInvalidError(
+                "trace: expected a device made with trace=True, got one without",
+                argument="trace",
+                expected="trace=True",
+            )
+        return self._trace
+
+    def _raise_races(self) -> None:
+        if self._race is not None:
+            with self._lock:
+                error = self._race.error()
+            if error is not None:
+                raise error
+
+    # -- waiting
+
+    async def synchronize(self) -> None:
+        """Wait until everything launched on any stream is done.
+
+        Raises StreamError from the first failure (others are in its notes) for all streams that
+        have failed; then they are usable again.  Cancelling stops the waiting, not the work.
+        """
+        self._may_wait()
+        marks = [(stream, stream.mark()) for stream in self.streams]
+        await anyio.lowlevel.checkpoint()
+        for _, mark in marks:
+            await self._wait(mark)
+        self._finish(marks)
+
+    def synchronize_blocking(self) -> None:
+        """The same, holding this thread."""
+        self._may_wait()
+        marks = [(stream, stream.mark()) for stream in self.streams]
+        for _, mark in marks:
+            self._wait_blocking(mark)
+        self._finish(marks)
+
+    def _may_wait(self) -> None:
+        self._executor.check()
+        self._refuse_in_capture("synchronise")
+
+    def _finish(self, marks: list[tuple[Stream, Mark]]) -> None:
+        errors: list[StreamError] = []
+        causes: set[int] = set()
+        for stream, mark in marks:
+            self._host_reached(mark)
+            failure = mark.failure
+            if failure is None or not stream._told(failure):
+                continue
+            if id(failure) not in causes:
+                causes.add(id(failure))
+                errors.append(failed(failure, f"stream {stream.name!r}"))
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(str(other))
+            raise errors[0]
+        self._raise_races()
+
+    def _bell(self) -> Bell:
+        try:
+            bells = _BELLS.get()
+        except LookupError:
+            bells = weakref.WeakKeyDictionary()
+            _BELLS.set(bells)
+        bell = bells.get(self)
+        if bell is None:
+            bell = bells[self] = Bell()
+            self._bells.append(bell)
+        return bell
+
+    async def _wait(self, mark: Mark | None) -> None:
+        """Wait for a mark, and for the model to reach it; always a checkpoint."""
+        if mark is None or not mark.pending:
+            await anyio.lowlevel.checkpoint()
+        else:
+            await self._bell().wait(mark)
+        if mark is not None and self._clock is not None:
+            while (node := self._clock.reach(mark.position)) is not None:
+                await self._bell().wait(node)
+
+    def _wait_blocking(self, mark: Mark) -> None:
+        _block(mark)
+        if self._clock is not None:
+            while (node := self._clock.reach(mark.position)) is not None:
+                _block(node)
+
+    def _reached(self, mark: Mark) -> bool:
+        """Whether the host, asking now, finds the mark reached."""
+        clock = self._clock
+        if clock is None:
+            return not mark.pending
+        reached, node = clock.look(mark.position, charge=True)
+        # A host function takes as long as it takes; the model waits for plans and copies only.
+        while node is not None and not clock.calls_under_way:
+            _block(node)
+            reached, node = clock.look(mark.position, charge=False)
+        if reached and mark.pending and not clock.calls_under_way:
+            _block(mark)
+        return reached and not mark.pending
+
+    def _host_reached(self, mark: Mark) -> None:
+        """The host has waited for a mark: what comes is ordered after it."""
+        if mark.dropped:
+            raise StreamError(
+                "stream: expected work that runs, got work that was dropped because the device "
+                "was left by an exception",
+                argument="stream",
+            )
+        if self._race is not None and mark.note is not None:
+            with self._lock:
+                self._race.host_joined(mark.note)
+
+    # -- life
+
+    def _open(self) -> None:
+        if self._executor.is_open or self._threads or self._executor.is_forked:
+            raise StreamError(
+                "device: expected a device that was never entered, got one that was; "
+                "make a new one",
+                argument="device",
+            )
+        self._origin = time.monotonic()
+        if self._trace is not None:
+            self._trace._origin = self._origin
+        self._executor.open()
+        for i in range(self.workers):
+            thread = threading.Thread(
+                target=self._executor.work, name=f"kvcore-worker-{i}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def _drop(self) -> None:
+        # All at once, and only then what may wake a stream that waits.
+        gone = [(stream, stream._detach()) for stream in self.streams]
+        for stream, operations in gone:
+            stream._forget(operations)
+        self._executor.wake_one()
+
+    def _marks(self) -> list[Mark]:
+        return [stream.mark() for stream in self.streams]
+
+    def _close(self) -> None:
+        """Nothing is queued or running: end the workers and give everything back."""
+        self._executor.stop()
+        for thread in self._threads:
+            thread.join()
+        for storage in list(self._storages):
+            storage.release()
+        for bell in self._bells:
+            bell.close()
+
+    def _leave_child(self) -> None:
+        """In a forked child nothing of this device runs and nobody waits."""
+        for storage in list(self._storages):
+            storage.release()
+
+    def _settle_model(self) -> None:
+        if self._clock is not None:
+            for mark in self._marks():
+                while (node := self._clock.reach(mark.position)) is not None:
+                    _block(node)
+
+    def _raise_unseen(self) -> None:
+        failures = list(self._executor.failures)
+        race = None
+        if self._race is not None:
+            race = self._race.error()
+        if failures:
+            first = failures[0]
+            error = StreamError(
+                f"stream {first.stream!r}: {first.operation} failed and nobody was told: "
+                f"{type(first.cause).__name__}: {first.cause}",
+                argument="stream",
+                seen=first.operation,
+            )
+            for failure in failures[1:10]:
+                error.add_note(f"stream {failure.stream!r}: {failure.operation}: {failure.cause}")
+            if race is not None:
+                error.add_note(str(race))
+            raise error from first.cause
+        if race is not None:
+            raise race
+
+    def __enter__(self) -> Device:
+        self._open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._executor.is_forked:
+            self._leave_child()
+            return
+        self._executor.closing()
+        try:
+            if kind is None:
+                for mark in self._marks():
+                    _block(mark)
+                self._settle_model()
+        except BaseException:
+            self._drop()
+            raise
+        else:
+            if kind is not None:
+                self._drop()
+        finally:
+            for mark in self._marks():
+                _block(mark)
+            self._close()
+        if kind is None:
+            self._raise_unseen()
+
+    async def __aenter__(self) -> Device:
+        self._open()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._executor.is_forked:
+            self._leave_child()
+            return
+        self._executor.closing()
+        try:
+            if kind is None:
+                await anyio.lowlevel.checkpoint()
+                for mark in self._marks():
+                    await self._wait(mark)
+        except BaseException:
+            self._drop()
+            raise
+        else:
+            if kind is not None:
+                self._drop()
+        finally:
+            with anyio.CancelScope(shield=True):
+                for mark in self._marks():
+                    if mark.pending:
+                        await self._bell().wait(mark)
+                self._close()
+        if kind is None:
+            self._raise_unseen()
+
+    def __repr__(self) -> str:
+        name = "no profile" if self.profile is None else self.profile.name
+        return f"Device({name}, clock={self.clock!r}, {len(self._streams)} streams)"
+
+
+def _block(thing: Waitable) -> None:
+    """Hold this thread until it has happened."""
+    lock = allocate_lock()
+    lock.acquire()
+    waiter = Waiter(lock.release)
+    if thing.add(waiter):
+        try:
+            lock.acquire()
+        finally:
+            thing.discard(waiter)
+
+
+def _profile(profile: object) -> DeviceProfile | None:
+    if profile is None or isinstance(profile, DeviceProfile):
+        return profile
+    if isinstance(profile, str):
+        return DeviceProfile.named(profile)
+    raise ParamInvalidError(
+        f"profile: expected a profile's name, a DeviceProfile or None, got {profile!r}",
+        argument="profile",
+        seen=profile,
+    )
+
+
+def _one_of(argument: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ParamInvalidError(
+            f"{argument}: expected one of {', '.join(allowed)}, got {value!r}",
+            argument=argument,
+            seen=value,
+            expected=allowed,
+        )
+
+
+def _whole(argument: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ParamInvalidError(
+            f"{argument}: expected a whole number from {low} to {high}, got {value!r}",
+            argument=argument,
+            seen=value,
+        )
+
+
+def _after_fork() -> None:
+    """The child has the devices of its parent, but not their threads."""
+    for device in list(_DEVICES):
+        device._executor.forked()
+        device._lock = threading.RLock()
+        for bell in device._bells:
+            bell.abandon()
+        device._bells.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

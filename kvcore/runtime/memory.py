@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory spaces and buffers.
+
+``device``   memory of the device, counted against the profile's capacity
+``host``     pinned host memory: the source or destination of copies
+``swapped``  host memory that a kernel on the device can use in place, over the link
+*pageable*   any other array: copies only, on a modelled device
+
+A buffer's memory is an ordinary numpy array, so a CPU kernel reads it at full speed; the space
+says who may touch it and what touching costs.  Bytes are given back once: by ``free()``, with
+the last reference to the buffer, or when its device is left.  Work that was launched holds its
+buffers, so it may outlive every other reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.errors import DeviceOutOfMemoryError, ParamInvalidError
+from kvcore.runtime._queue import BufferCore, Storage
+
+if TYPE_CHECKING:
+    from kvcore.runtime.device import Device
+
+__all__ = ["PAGEABLE", "SPACES", "Buffer", "MemoryInfo", "array_of", "space_of"]
+
+SPACES = ("device", "host", "swapped")
+PAGEABLE = "pageable"
+MAX_ALIGNMENT = 64 * 1024
+DEFAULT_ALIGNMENT = 512  # what a device's copy engines like best
+
+# Types without a numpy name when no package provides one: carried as their bits.
+_RAW = {"hifloat8": "uint8", "float4_e2m1": "uint8", "float4_e1m2": "uint8"}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Bytes of one space: used now, the most ever used, and the limit (None: without limit).
+
+    ``allocations`` and ``frees`` count; they are equal when nothing is held.
+    """
+
+    used: int
+    peak: int
+    capacity: int | None
+    allocations: int
+    frees: int
+
+    @property
+    def free(self) -> int | None:
+        """Bytes left, or None without a limit."""
+        return None if self.capacity is None else self.capacity - self.used
+
+
+class Buffer(BufferCore):
+    """A piece of a device's memory, or a view of one.
+
+    shape:  elements a dimension.
+    dtype:  the element type's public name ("bfloat16"); the numpy type may be a raw one.
+    space:  "device", "host" or "swapped".
+
+    Slicing and ``view`` share the memory; operators and plans take a buffer where they take an
+    array.  Made by ``Device.empty``, ``empty_host`` and ``empty_swapped``.
+    """
+
+    def __init__(
+        self, device: Device, storage: Storage, array: npt.NDArray[Any], dtype: str, whole: bool
+    ) -> None:
+        self._bind(storage)
+        self.device = device
+        self.dtype = dtype
+        self._array = array
+        self._whole = whole
+
+    @property
+    def space(self) -> str:
+        """The memory space."""
+        return self.storage.space
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements a dimension."""
+        return self._array.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from one element to the next, a dimension."""
+        return self._array.strides
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions."""
+        return self._array.ndim
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, gaps of a strided view not counted."""
+        return int(self._array.nbytes)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one stored element."""
+        return int(self._array.itemsize)
+
+    @property
+    def address(self) -> int:
+        """Address of the first element."""
+        return int(self._array.ctypes.data)
+
+    @property
+    def freed(self) -> bool:
+        """True once the memory was given back."""
+        return self.storage.freed
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __repr__(self) -> str:
+        state = ", freed" if self.freed else ""
+        return f"Buffer({self.shape}, {self.dtype!r}, {self.space}{state})"
+
+    def _live(self) -> npt.NDArray[Any]:
+        if self.storage.freed:
+            raise ParamInvalidError(
+                "buffer: expected live memory, got a buffer that was freed",
+                argument="buffer",
+                seen="freed",
+                expected="a live buffer",
+            )
+        return self._array
+
+    @property
+    def __kvcore_array__(self) -> npt.NDArray[Any]:
+        """The memory as a numpy array, for planning; not counted as an access."""
+        return self._live()
+
+    def __getitem__(self, index: Any) -> Buffer:
+        """A view; numbers, slices, ``...`` and None, nothing that would copy."""
+        array = self._live()
+        parts = index if isinstance(index, tuple) else (index,)
+        for part in parts:
+            plain = part is None or part is Ellipsis or isinstance(part, slice)
+            if not plain and (isinstance(part, bool) or not hasattr(part, "__index__")):
+                raise ParamInvalidError(
+                    "index: expected numbers and slices (a view), "
+                    f"got {type(part).__name__} (which would copy)",
+                    argument="index",
+                    seen=type(part).__name__,
+                )
+        try:
+            # a number in every dimension must still be a view, not a scalar
+            found = array[(*parts, Ellipsis)] if Ellipsis not in parts else array[parts]
+        except IndexError as error:
+            raise ParamInvalidError(
+                f"index: expected an index into shape {self.shape}, got {index!r} ({error})",
+                argument="index",
+                seen=index,
+            ) from error
+        return Buffer(self.device, self.storage, found, self.dtype, False)
+
+    def view(self, shape: int | Sequence[int] | None = None, dtype: str | None = None) -> Buffer:
+        """The same memory as another shape and type; the buffer must be contiguous.
+
+        ``dtype`` first, in the last dimension; then ``shape`` (one -1 is allowed).
+        """
+        array = self._live()
+        name = self.dtype
+        if dtype is not None:
+            name, numpy_type = element_type(dtype)
+            try:
+                array = array.view(numpy_type)
+            except (ValueError, TypeError) as error:
+                raise ParamInvalidError(
+                    f"dtype: expected a type that the last dimension of {self!r} can be read as, "
+                    f"got {dtype!r} ({error})",
+                    argument="dtype",
+                    seen=dtype,
+                ) from error
+        if shape is not None:
+            try:
+                array = array.reshape(shape, copy=False)
+            except (ValueError, TypeError) as error:
+                raise ParamInvalidError(
+                    f"shape: expected a shape of {array.size} elements of contiguous memory, "
+                    f"got {shape!r} for {self!r}",
+                    argument="shape",
+                    seen=shape,
+                ) from error
+        return Buffer(self.device, self.storage, array, name, False)
+
+    def free(self) -> None:
+        """Give the memory back; for the race check, a write by the host.
+
+        Work already launched keeps the bytes alive until it is done; new work is refused.
+        Raises ParamInvalidError for a view and for a buffer freed before.
+        """
+        self.device._executor.check()
+        if not self._whole:
+            raise ParamInvalidError(
+                "buffer: expected the whole buffer, got a view of it; free the buffer it views",
+                argument="buffer",
+                seen="a view",
+            )
+        array = self._live()
+        self.device._refuse_in_capture("free memory")
+        self.device._host_access(self, array, "w", "free")
+        self.storage.release()
+        # plans hold arrays of their own; a freed buffer must not keep the bytes
+        self._array = np.lib.stride_tricks.as_strided(
+            np.empty(1, array.dtype), array.shape, (0,) * array.ndim, writeable=False
+        )
+        self.device._memory_changed()
+
+    @contextlib.contextmanager
+    def host(self, mode: Literal["r", "w", "rw"] = "r") -> Iterator[npt.NDArray[Any]]:
+        """The memory as a numpy array while the host uses it.
+
+        The race check sees an access at the start and at the end of the block, so both work
+        that was not waited for and work launched inside the block are found.  Waits for
+        nothing.  "r" gives a read-only array.
+        """
+        if mode not in ("r", "w", "rw"):
+            raise ParamInvalidError(
+                f"mode: expected 'r', 'w' or 'rw', got {mode!r}", argument="mode", seen=mode
+            )
+        array = self._live()
+        self.device._refuse_in_capture("let the host use memory")
+        seen = array.view()
+        if mode == "r":
+            seen.flags.writeable = False
+        self.device._host_access(self, array, mode, "host")
+        try:
+            yield seen
+        finally:
+            if not self.storage.freed:
+                self.device._host_access(self, array, mode, "host")
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """The memory as a numpy array, for good.
+
+        Counts as a write by the host at this moment; what happens to the array later is not
+        seen by the race check.  Prefer ``host``.
+        """
+        array = self._live()
+        self.device._refuse_in_capture("let the host use memory")
+        self.device._host_access(self, array, "w", "numpy")
+        return array
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return self.numpy().__array_interface__
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """A DLPack capsule; types that numpy cannot export cross as unsigned integers."""
+        array = self.numpy()
+        if array.dtype.kind not in "biufc":
+            array = array.view(f"u{array.itemsize}")
+        return array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)  # kDLCPU
+
+
+def element_type(dtype: object) -> tuple[str, np.dtype[Any]]:
+    """The public name of a type and the numpy type that carries it."""
+    if isinstance(dtype, str):
+        try:
+            return dtype, np.dtype(dtype)
+        except TypeError:
+            pass
+        for package in ("ml_dtypes", "en_dtypes"):
+            with contextlib.suppress(ImportError, AttributeError, TypeError):
+                return dtype, np.dtype(getattr(__import__(package), dtype))
+        if dtype in _RAW:
+            return dtype, np.dtype(_RAW[dtype])
+    elif dtype is not None:
+        with contextlib.suppress(TypeError):
+            numpy_type = np.dtype(dtype)  # type: ignore[call-overload]
+            if not numpy_type.hasobject:
+                return str(numpy_type), numpy_type
+    raise ParamInvalidError(
+        f"dtype: expected the name of an element type, got {dtype!r}",
+        argument="dtype",
+        seen=dtype,
+        expected="a type's name",
+    )
+
+
+def allocate(device: Device, shape: object, dtype: object, space: str, align: int) -> Buffer:
+    """A new buffer; see ``Device.empty``."""
+    name, numpy_type = element_type(dtype)
+    if numpy_type.hasobject or numpy_type.itemsize == 0:
+        raise ParamInvalidError(
+            f"dtype: expected a type of fixed bytes, got {dtype!r}", argument="dtype", seen=dtype
+        )
+    dims = _dims(shape)
+    if (
+        not hasattr(align, "__index__")
+        or isinstance(align, bool)
+        or not 1 <= align <= MAX_ALIGNMENT
+        or align & (align - 1)
+    ):
+        raise ParamInvalidError(
+            f"align: expected a power of two from 1 to {MAX_ALIGNMENT}, got {align!r}",
+            argument="align",
+            seen=align,
+        )
+    wanted = math.prod(dims) * numpy_type.itemsize
+    ledger = device._ledgers[space]
+    if wanted >= 2**62 or not ledger.take(wanted):
+        raise _exhausted(space, wanted, ledger.used, ledger.capacity)
+    try:
+        base = np.empty(wanted + align, np.uint8)
+        storage = Storage(ledger, device._key, space, wanted, base)
+    except MemoryError as error:
+        ledger.untake(wanted)
+        raise _exhausted(space, wanted, ledger.used, ledger.capacity, "this machine") from error
+    start = -base.ctypes.data % align
+    array = base[start : start + wanted].view(numpy_type).reshape(dims)
+    device._storages.add(storage)
+    device._memory_changed()
+    return Buffer(device, storage, array, name, True)
+
+
+def _dims(shape: object) -> tuple[int, ...]:
+    try:
+        if isinstance(shape, Sequence) and not isinstance(shape, str | bytes):
+            dims = tuple(operator.index(n) for n in shape)
+        else:
+            dims = (operator.index(shape),)  # type: ignore[arg-type]
+    except TypeError:
+        dims = (-1,)
+    if min(dims, default=0) < 0 or len(dims) > 32:
+        raise ParamInvalidError(
+            f"shape: expected whole numbers >= 0, at most 32 of them, got {shape!r}",
+            argument="shape",
+            seen=shape,
+        )
+    return dims
+
+
+def _exhausted(
+    space: str, wanted: int, used: int, capacity: int, whose: str = "the device"
+) -> DeviceOutOfMemoryError:
+    total = None if capacity < 0 else capacity
+    free = None if total is None else total - used
+    if total is None or whose != "the device":
+        text = f"{space} memory: expected {wanted} bytes of {whose}, which has them not"
+    else:
+        text = f"{space} memory: expected {wanted} bytes, got {free} free of {total}"
+    error = DeviceOutOfMemoryError(text, argument="shape", seen=free, expected=wanted)
+    error.wanted, error.free, error.total = wanted, free, total
+    return error
+
+
+def space_of(x: object) -> str:
+    """The space of an argument: a buffer's own, "pageable" for anything else."""
+    return x.storage.space if isinstance(x, BufferCore) else PAGEABLE
+
+
+def array_of(x: object, argument: str, device: Device) -> npt.NDArray[Any]:
+    """The numpy array that shares the argument's memory; never a copy."""
+    if isinstance(x, Buffer):
+        if x.storage.owner is not device._key:
+            raise ParamInvalidError(
+                f"{argument}: expected memory of the stream's own device, got another device's",
+                argument=argument,
+            )
+        return x._live()
+    if isinstance(x, np.ndarray):
+        if x.dtype.hasobject:
+            raise ParamInvalidError(
+                f"{argument}: expected elements of fixed bytes, got dtype object",
+                argument=argument,
+                seen=str(x.dtype),
+            )
+        return x
+    found: object = getattr(x, "__kvcore_array__", None)
+    if found is None and x is not None:
+        with contextlib.suppress(Exception):
+            if hasattr(x, "__dlpack__"):
+                found = np.from_dlpack(x)
+            elif hasattr(x, "__array_interface__"):
+                found = np.asarray(x)
+            else:
+                found = np.asarray(memoryview(x))  # type: ignore[arg-type]
+    if not isinstance(found, np.ndarray):
+        raise ParamInvalidError(
+            f"{argument}: expected a buffer or an array, got {type(x).__name__}",
+            argument=argument,
+            seen=type(x).__name__,
+            expected="a buffer or an array",
+        )
+    return found

@@ -1,0 +1,463 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The race check: happens-before by vector clocks, exact byte ranges.
+
+Every stream is a lane and counts its launches and waits; the host is lane 0 and counts its own
+accesses.  Order is known at launch, since everything that orders work is a call of the host:
+
+* an operation comes after what its lane's vector has reached;
+* a record keeps the vector of its lane, a wait joins it into the waiting lane;
+* a host that synchronised joins the vector into its own, and every launch joins the host's.
+
+*What* was touched is known when an operation runs: a plan reports the rows of that run, so two
+writers of different slots of one cache do not meet.  The ranges go to a ``Shadow``, which finds
+two unordered accesses to one byte whatever the real execution did; see there.
+
+The host is one lane, whatever tasks and threads it has: how these order their own calls cannot
+be seen from here, and a correct program must not be accused.
+
+A vector is an array that is never changed once made, so that operations, marks and lanes share
+it; a lane's own count and the host's count are kept beside it.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcore.errors import RaceError
+from kvcore.runtime._queue import BufferCore
+from kvcore.runtime._shadow import HIT_WRITE, Shadow
+from kvcore.runtime.copies import ranges_of
+
+if TYPE_CHECKING:
+    from kvcore.runtime._queue import Op, Queue
+    from kvcore.runtime.observe import Note, Site
+
+__all__ = ["Party", "Race", "RaceCheck"]
+
+Vector = npt.NDArray[np.int64]
+MAX_RACES = 1000
+FIRST_SWEEP = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Party:
+    """One side of a race: what, on which stream, launched where, reading or writing."""
+
+    operation: str
+    stream: str
+    file: str
+    line: int
+    argument: str
+    writes: bool
+
+    def __str__(self) -> str:
+        verb = "writes" if self.writes else "reads"
+        what = f"{self.operation} on {self.stream} {verb} {self.argument}"
+        return f"{what} ({self.file}:{self.line})" if self.file else what
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Two unordered accesses to a common byte, one of them a write.
+
+    kind:   "RAW", "WAR" or "WAW", taken in the order of the launches.
+    first:  the one launched first.  second: the other.
+    start, end: the first range of bytes they share; nbytes: all that they share.
+    """
+
+    kind: str
+    first: Party
+    second: Party
+    start: int
+    end: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind}: {self.first}, and {self.second}, with nothing between them to order "
+            f"them; {self.nbytes} bytes shared, first [{self.start:#x}, {self.end:#x})"
+        )
+
+
+class _Lane:
+    __slots__ = ("count", "host_version", "last", "name", "vector")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.vector: Vector = np.zeros(1, np.int64)
+        self.count = 0
+        self.last = 0  # the count of the last launch
+        self.host_version = 0
+
+
+class Stamp:
+    """The clock of a record: its lane, the lane's count, and the vector."""
+
+    __slots__ = ("count", "lane", "vector")
+
+    def __init__(self, lane: int, count: int, vector: Vector) -> None:
+        self.lane = lane
+        self.count = count
+        self.vector = vector
+
+
+class _Record:
+    """What a report needs to know of one access."""
+
+    __slots__ = ("argument", "name", "number", "site", "stream")
+
+    def __init__(
+        self, name: str, stream: str, site: Site | None, argument: str, number: float
+    ) -> None:
+        self.name = name
+        self.stream = stream
+        self.site = site
+        self.argument = argument
+        self.number = number
+
+    def party(self, writes: bool) -> Party:
+        file, line = ("", 0) if self.site is None else (self.site[0].co_filename, self.site[1])
+        return Party(self.name, self.stream, file, line, self.argument, writes)
+
+
+def _join(a: Vector, b: Vector, lane: int, count: int) -> Vector:
+    """The least vector that has reached both, and the count on the lane."""
+    n = max(len(a), len(b), lane + 1)
+    out = np.zeros(n, np.int64)
+    out[: len(a)] = a
+    np.maximum(out[: len(b)], b, out=out[: len(b)])
+    if count > out[lane]:
+        out[lane] = count
+    return out
+
+
+class RaceCheck:
+    """Watches one device.  Everything is called with the device's lock held.
+
+    races:    what was found, at most MAX_RACES; the same pair of places is reported once.
+    remarks:  things that are legal and probably not meant, as (sentence, file, line).
+    """
+
+    def __init__(self, *, raising: bool, check_host: bool) -> None:
+        self.raising = raising
+        self.races: list[Race] = []
+        self.remarks: list[tuple[str, str, int]] = []
+        self._reported = 0
+        self._check_host = check_host
+        self._shadow = Shadow()
+        self._records: dict[int, _Record] = {}
+        self._lanes: dict[int, _Lane] = {}
+        self._host_count = 0
+        self._host_version = 0
+        self._host_vector: Vector = np.zeros(1, np.int64)
+        self._in_flight: dict[int, Vector] = {}
+        self._seen: set[tuple[object, ...]] = set()
+        self._next_sweep = FIRST_SWEEP
+        # memory that has gone back: entered by finalisers, so nothing but an append happens there
+        self._gone: deque[tuple[int, int, int]] = deque()
+        self._roots: dict[int, weakref.ref[Any]] = {}
+        self._kept: dict[int, object] = {}
+        self._plain_writes: dict[int, list[tuple[int, int]]] = {}
+
+    # -- order
+
+    def lane(self, index: int, name: str) -> None:
+        """A stream was made."""
+        self._lanes[index] = _Lane(name)
+
+    def _refresh(self, lane: _Lane) -> None:
+        if lane.host_version != self._host_version:
+            lane.vector = _join(lane.vector, self._host_vector, 0, 0)
+            lane.host_version = self._host_version
+
+    def launched(self, index: int, note: Note, op: Op) -> None:
+        """Give an operation its place in the order."""
+        lane = self._lanes[index]
+        if lane.host_version != self._host_version:
+            self._refresh(lane)
+        lane.count += 1
+        lane.last = note.count = lane.count
+        note.lane = index
+        note.vector = lane.vector
+        note.host = self._host_count
+        self._in_flight[op.number] = lane.vector
+        if self._check_host:
+            self._sum_sources(op, note)
+
+    def marked(self, index: int) -> Stamp:
+        """The clock of a record."""
+        lane = self._lanes[index]
+        self._refresh(lane)
+        return Stamp(index, lane.count, lane.vector)
+
+    def waited(self, index: int, stamp: Stamp) -> None:
+        """A lane waits for a record."""
+        lane = self._lanes[index]
+        self._refresh(lane)
+        if not _reached(lane.vector, stamp):
+            # A wait counts, so that who has reached this count has reached the join as well.
+            lane.count += 1
+            lane.vector = _join(lane.vector, stamp.vector, stamp.lane, stamp.count)
+
+    def host_joined(self, stamp: Stamp) -> None:
+        """The host has waited for a record."""
+        if not _reached(self._host_vector, stamp):
+            self._host_vector = _join(self._host_vector, stamp.vector, stamp.lane, stamp.count)
+            self._host_version += 1
+        if self._records and not self._in_flight and self._host_knows_all():
+            # Whatever comes is launched by this host, so it is ordered after all there was.
+            self._forget()
+
+    def _host_knows_all(self) -> bool:
+        vector = self._host_vector
+        last = len(vector)
+        for index, lane in self._lanes.items():
+            if lane.last and (index >= last or vector[index] < lane.last):
+                return False
+        return True
+
+    def _forget(self) -> None:
+        self._shadow.reset()
+        self._records.clear()
+        self._gone.clear()
+        self._kept.clear()
+        self._roots = {key: ref for key, ref in self._roots.items() if ref() is not None}
+
+    # -- accesses
+
+    def starting(self, queue: Queue, op: Op) -> None:
+        """An operation is about to run: are its plain sources what they were at launch?"""
+        sums = op.note.checksums
+        if sums is None:
+            return
+        for access, before in sums:
+            array = access.owner
+            if _checksum(array) != before:
+                start, end = _extent(array)
+                earlier = Party(op.name, queue.name, *_place(op.note.site), access.argument, False)
+                later = Party("a change by the host", "the host", "", 0, access.argument, True)
+                self._report(
+                    Race("WAR", earlier, later, start, end, end - start),
+                    ("sum", op.note.site, access.argument),
+                )
+
+    def ran(self, queue: Queue, op: Op) -> None:
+        """An operation has run: enter what it touched."""
+        note = op.note
+        self._in_flight.pop(op.number, None)
+        if self._plain_writes:
+            self._plain_writes.pop(op.number, None)
+        if not op.is_work or not hasattr(op.target, "touched"):
+            return
+        reads, writes = op.target.touched()
+        for access in reads:
+            self._enter(access, False, op, note, queue)
+        for access in writes:
+            self._enter(access, True, op, note, queue)
+
+    def skipped(self, op: Op) -> None:
+        """An operation will not run, or failed and (plans being atomic) wrote nothing."""
+        self._in_flight.pop(op.number, None)
+        if self._plain_writes:
+            self._plain_writes.pop(op.number, None)
+
+    def _enter(self, access: Any, write: bool, op: Op, note: Note, queue: Queue) -> None:
+        ranges = access.ranges
+        if not len(ranges):
+            return
+        self._hold(access.owner)
+        record = _Record(op.name, queue.name, note.site, access.argument, op.number)
+        self._access(ranges, write, note.lane, note.count, note.host, note.vector, record)
+
+    def host_access(
+        self, owner: object, array: npt.NDArray[Any], write: bool, name: str, site: Site | None
+    ) -> None:
+        """The host touches an array, here and now."""
+        self._host_count += 1
+        self._hold(owner)
+        record = _Record(name, "the host", site, "the buffer", np.inf)
+        count = self._host_count
+        self._access(ranges_of(array), write, 0, count, count, self._host_vector, record)
+
+    def function_access(
+        self,
+        queue: Queue,
+        op: Op,
+        owner: object,
+        array: npt.NDArray[Any],
+        write: bool,
+        site: Site | None,
+    ) -> None:
+        """A host function touches an array: an access of its stream."""
+        note = op.note
+        self._hold(owner)
+        record = _Record(op.name, queue.name, site, "the buffer", op.number)
+        ranges = ranges_of(array)
+        self._access(ranges, write, note.lane, note.count, note.host, note.vector, record)
+
+    def _access(
+        self,
+        ranges: npt.NDArray[np.int64],
+        write: bool,
+        lane: int,
+        count: int,
+        host: int,
+        vector: Vector,
+        what: _Record,
+    ) -> None:
+        shadow = self._shadow
+        if self._gone:
+            self._clear_gone()
+        if shadow.num_live >= self._next_sweep:
+            self._sweep()
+        number = shadow.record(lane, count)
+        self._records[number] = what
+        hits = shadow.access(ranges, write, number, lane, host, vector)
+        if hits is not None:
+            self._found(hits, what, write)
+
+    def _found(self, hits: Sequence[tuple[int, int, int, int]], what: _Record, write: bool) -> None:
+        groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for other, start, end, flag in hits:
+            groups.setdefault((other, flag), []).append((start, end))
+        for (number, flag), shared in groups.items():
+            met = self._records[number]
+            met_writes = flag == HIT_WRITE
+            # By launch.  The host's accesses count as last: an operation launched after one
+            # would be ordered after it.
+            pair = [(met, met_writes), (what, write)]
+            if what.number < met.number:
+                pair.reverse()
+            (one, one_writes), (two, two_writes) = pair
+            kind = "WAW" if one_writes and two_writes else "RAW" if one_writes else "WAR"
+            start, end = shared[0]
+            race = Race(
+                kind,
+                one.party(one_writes),
+                two.party(two_writes),
+                start,
+                end,
+                sum(e - s for s, e in shared),
+            )
+            self._report(
+                race,
+                (kind, one.name, one.site, one.stream, two.name, two.site, two.stream),
+            )
+
+    def _report(self, race: Race, key: tuple[object, ...]) -> None:
+        if key not in self._seen and len(self.races) < MAX_RACES:
+            self._seen.add(key)
+            self.races.append(race)
+
+    def remark(self, sentence: str, site: Site | None) -> None:
+        """Note something legal that was probably not meant."""
+        if len(self.remarks) < MAX_RACES:
+            self.remarks.append((sentence, *_place(site)))
+
+    def error(self) -> RaceError | None:
+        """What the next synchronise must raise: races not raised yet; None in "record" mode."""
+        fresh = self.races[self._reported :]
+        self._reported = len(self.races)
+        if not fresh or not self.raising:
+            return None
+        more = f" (and {len(fresh) - 1} more)" if len(fresh) > 1 else ""
+        error = RaceError(
+            f"stream: expected accesses in order, got a race{more}: {fresh[0]}",
+            argument="stream",
+            seen=tuple(fresh),
+        )
+        for race in fresh[1:10]:
+            error.add_note(str(race))
+        return error
+
+    # -- memory that comes and goes
+
+    def _hold(self, owner: object) -> None:
+        """See to it that an address given to new memory is not taken for the old."""
+        root = owner.storage.array if isinstance(owner, BufferCore) else owner
+        while type(root) is np.ndarray and root.base is not None:
+            root = root.base
+        key = id(root)
+        held = self._roots.get(key)
+        if held is not None and held() is root:
+            return
+        if isinstance(root, np.ndarray):
+            start, end = _extent(root)
+            gone = self._gone
+            self._roots[key] = weakref.ref(root, lambda _: gone.append((key, start, end)))
+        elif root is not None:
+            # Not numpy's: keep it alive until the host has waited for everything.
+            self._kept[key] = root
+
+    def _clear_gone(self) -> None:
+        while self._gone:
+            key, start, end = self._gone.popleft()
+            self._shadow.clear(start, end)
+            held = self._roots.get(key)
+            if held is not None and held() is None:
+                del self._roots[key]
+
+    def _sweep(self) -> None:
+        vector = self._host_vector
+        floor = vector
+        host = self._host_count
+        for flying in list(self._in_flight.values()):
+            if flying is not floor:
+                n = min(len(floor), len(flying))
+                floor = np.minimum(floor[:n], flying[:n])
+                host = 0
+        left = self._shadow.sweep(host, np.ascontiguousarray(floor))
+        self._records = {new: self._records[old] for new, old in enumerate(left)}
+        self._next_sweep = max(FIRST_SWEEP, 2 * len(left))
+
+    # -- plain sources
+
+    def _sum_sources(self, op: Op, note: Note) -> None:
+        """Checksums of plain numpy sources, unless work in flight is to write them first."""
+        plan = op.target
+        if not op.is_work or not hasattr(plan, "reads"):
+            return
+        sums = []
+        for access in plan.reads:
+            array = access.owner
+            if isinstance(array, np.ndarray):
+                start, end = _extent(array)
+                if not any(
+                    start < e and s < end
+                    for ranges in self._plain_writes.values()
+                    for s, e in ranges
+                ):
+                    sums.append((access, _checksum(array)))
+        writes = [_extent(a.owner) for a in plan.writes if isinstance(a.owner, np.ndarray)]
+        if writes:
+            self._plain_writes[op.number] = writes
+        note.checksums = sums or None
+
+
+def _reached(vector: Vector, stamp: Stamp) -> bool:
+    """True when a vector has reached all that a record's has, the record included."""
+    if stamp.lane >= len(vector) or vector[stamp.lane] < stamp.count:
+        return stamp.count == 0 and not stamp.vector.any()
+    n = len(stamp.vector)
+    return stamp.vector is vector or (len(vector) >= n and bool((vector[:n] >= stamp.vector).all()))
+
+
+def _place(site: Site | None) -> tuple[str, int]:
+    return ("", 0) if site is None else (site[0].co_filename, site[1])
+
+
+def _extent(array: npt.NDArray[Any]) -> tuple[int, int]:
+    low, high = np.lib.array_utils.byte_bounds(array)
+    return int(low), int(high)
+
+
+def _checksum(array: npt.NDArray[Any]) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams: in-order queues of work.  The launch path itself is in ``_queue``."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from kvcore.errors import ParamInvalidError, StreamError
+from kvcore.runtime._queue import Queue
+from kvcore.runtime.copies import Copy, Fill
+from kvcore.runtime.event import Event, failed
+
+if TYPE_CHECKING:
+    from kvcore.runtime._queue import Mark
+    from kvcore.runtime.device import Device
+
+__all__ = ["Stream", "current_stream", "use_stream"]
+
+#: The streams in use in this task, innermost last.  A context variable: a task that sets it
+#: changes nobody else's, and a task group's children start with their parent's.
+_CURRENT: ContextVar[tuple[Stream, ...]] = ContextVar("kvcore_current_stream", default=())
+
+
+class Stream(Queue):
+    """Work in launch order, one operation at a time; different streams run side by side.
+
+    Launching never blocks and never awaits.  Everything launched keeps its arrays alive until it
+    is done.  Made by ``Device.stream``.
+    """
+
+    def __init__(self, device: Device, name: str, index: int) -> None:
+        self._bind(device._executor, name, index)
+        self.device = device
+
+    # -- work (``launch`` is in the compiled half)
+
+    def copy(self, dst: object, src: object) -> None:
+        """Copy src over dst: buffers or arrays of one shape and dtype; dst is written.
+
+        Raises ParamInvalidError at once for shapes or dtypes that differ, a read-only dst,
+        memory freed or of another device.
+        """
+        if not self.executor.is_open:
+            self.executor.check()
+        self._launch_unchecked(Copy(self.device, (dst,), (src,), False))
+
+    def copy_batch(self, dsts: Sequence[object], srcs: Sequence[object]) -> None:
+        """Copy srcs[i] over dsts[i] for all i, in order, as one operation."""
+        if not self.executor.is_open:
+            self.executor.check()
+        try:
+            sizes = (len(dsts), len(srcs))
+        except TypeError:
+            sizes = (0, -1)
+        if sizes[0] != sizes[1]:
+            raise ParamInvalidError(
+                f"srcs: expected a sequence of {sizes[0]} sources as dsts, "
+                f"got {'no sequence' if sizes[1] < 0 else sizes[1]}",
+                argument="srcs",
+                seen=sizes[1],
+                expected=sizes[0],
+            )
+        self._launch_unchecked(Copy(self.device, dsts, srcs, True))
+
+    def fill(self, dst: object, value: Any) -> None:
+        """Set every element of dst to one value of its type."""
+        if not self.executor.is_open:
+            self.executor.check()
+        self._launch_unchecked(Fill(self.device, dst, value))
+
+    def call(self, fn: Callable[..., object], *args: object) -> None:
+        """Run fn(*args) in stream order, on a worker.
+
+        It must not launch, wait, allocate or free on this device (nor may a host function on
+        the hardware), and what it raises is a failure of the stream.
+        """
+        if not callable(fn):
+            raise ParamInvalidError(
+                f"fn: expected a callable, got {type(fn).__name__}",
+                argument="fn",
+                seen=type(fn).__name__,
+            )
+        self._call(fn, args)
+
+    def compute(self, us: Any, name: str = "compute") -> None:
+        """Work that only takes time: ``us`` microseconds.
+
+        On the model clock it holds the compute resource; on the wall clock no thread.
+        """
+        good = isinstance(us, int | float) and not isinstance(us, bool)
+        if not good or not math.isfinite(us) or not 0 <= us <= 1e12:
+            raise ParamInvalidError(
+                f"us: expected microseconds, a finite number >= 0, got {us!r}",
+                argument="us",
+                seen=us,
+            )
+        self._timer(us * 1e-6, str(name))
+
+    async def run(self, plan: Any) -> None:
+        """Launch a plan and wait until it is done.
+
+        Cancelling stops the waiting, not the work.  Raises StreamError when it did not run.
+        """
+        self._may_wait("wait for work")
+        self.launch(plan)
+        mark = self.mark()
+        await self.device._wait(mark)
+        self._finish(mark, always=True)
+
+    # -- order
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record an event (a new one by default) behind everything launched here."""
+        if event is None:
+            event = Event(self.device)
+        self._record(_event(event))
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        """Hold back what is launched from here on until the event's last record is reached.
+
+        Returns at once and holds no thread.  An event never recorded, or recorded on this
+        stream, holds nothing back.
+        """
+        self._wait(_event(event))
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Hold back what is launched from here on until all that the other stream has is done."""
+        if not isinstance(stream, Stream):
+            raise ParamInvalidError(
+                f"stream: expected a Stream, got {type(stream).__name__}",
+                argument="stream",
+                seen=type(stream).__name__,
+            )
+        event = Event(self.device)
+        stream._record(event)
+        self._wait(event)
+
+    def query(self) -> bool:
+        """True when everything launched here is done.
+
+        Raises StreamError as ``synchronize`` would when the stream has failed.  On the model
+        clock each query takes some of the host's time.
+        """
+        self._may_wait("query a stream")
+        mark = self.mark()
+        if not self.device._reached(mark):
+            return False
+        self._finish(mark, always=False)
+        return True
+
+    async def synchronize(self) -> None:
+        """Wait until everything launched here before this call is done.
+
+        Cancelling stops the waiting, not the work.  Raises StreamError from the first cause
+        when the stream has failed, once; then the stream is usable again.  What was launched
+        before that moment does not run.  Raises RaceError (``race_check="raise"``).
+        """
+        self._may_wait("synchronise")
+        mark = self.mark()
+        await self.device._wait(mark)
+        self._finish(mark, always=False)
+
+    def synchronize_blocking(self) -> None:
+        """The same, holding this thread.
+
+        Works on an event loop's own thread (workers never need the loop) and without a loop.
+        """
+        self._may_wait("synchronise")
+        mark = self.mark()
+        self.device._wait_blocking(mark)
+        self._finish(mark, always=False)
+
+    @property
+    def is_capturing(self) -> bool:
+        """True while launches are recorded into a graph."""
+        return self.capture is not None
+
+    def _may_wait(self, what: str) -> None:
+        self.executor.check()
+        if self.capture is not None:
+            raise self.device._capture_error(f"stream {self.name!r}", what)
+
+    def _finish(self, mark: Mark, *, always: bool) -> None:
+        self.device._host_reached(mark)
+        failure = mark.failure
+        if failure is not None and (self._told(failure) or always):
+            self.executor.tell(failure)
+            raise failed(failure, f"stream {self.name!r}")
+        self.device._raise_races()
+
+    def __repr__(self) -> str:
+        state = "failed" if self.failure is not None else "idle" if self.idle else "busy"
+        return f"Stream({self.name!r}, {state})"
+
+
+def _event(event: object) -> Event:
+    if not isinstance(event, Event):
+        raise ParamInvalidError(
+            f"event: expected an Event, got {type(event).__name__}",
+            argument="event",
+            seen=type(event).__name__,
+        )
+    return event
+
+
+@contextlib.contextmanager
+def use_stream(stream: Stream) -> Iterator[Stream]:
+    """Make a stream the current one in this task, inside the block."""
+    if not isinstance(stream, Stream):
+        raise ParamInvalidError(
+            f"stream: expected a Stream, got {type(stream).__name__}",
+            argument="stream",
+            seen=type(stream).__name__,
+        )
+    before = _CURRENT.get()
+    _CURRENT.set((*before, stream))
+    try:
+        yield stream
+    finally:
+        _CURRENT.set(before)
+
+
+def current_stream(device: Device | None = None) -> Stream:
+    """The stream in use in this task.
+
+    With a device: the innermost of that device, or its default stream.  Without: the innermost
+    of any; StreamError when this task uses none.
+    """
+    streams = _CURRENT.get()
+    if device is None:
+        if streams:
+            return streams[-1]
+        raise StreamError(
+            "stream: expected a stream in use, got none; "
+            "use `with device.use(stream):` or name the device",
+            argument="stream",
+        )
+    for stream in reversed(streams):
+        if stream.device is device:
+            return stream
+    return device.default_stream

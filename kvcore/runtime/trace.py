@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happened when, for a trace viewer (Perfetto, chrome://tracing) and as numbers.
+
+Times are those of the device's clock: measured on the wall clock, computed on the model clock.
+Kept in rings of ``max_events`` entries; what fell out at the old end is counted, not forgotten
+in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from kvcore.runtime._queue import Mark, Op, Queue
+    from kvcore.runtime.clock import Node
+
+__all__ = ["Span", "StreamUse", "Summary", "Trace"]
+
+DEFAULT_MAX_EVENTS = 1_000_000
+
+
+class Span(NamedTuple):
+    """One operation: microseconds since the device was opened, and payload bytes."""
+
+    stream: int
+    name: str
+    start: float
+    end: float
+    bytes_moved: int
+    number: int
+
+
+class StreamUse(NamedTuple):
+    """One stream of a summary, times in microseconds.
+
+    busy:    time with an operation of this stream under way.
+    overlap: the part of it with an operation of another stream under way too.
+    """
+
+    name: str
+    operations: int
+    busy: float
+    overlap: float
+    bytes_moved: int
+
+
+class Summary(NamedTuple):
+    """``elapsed``: first start to last end; ``busy``: with anything under way;
+    ``overlap``: with two streams or more under way.  Microseconds.
+    """
+
+    elapsed: float
+    busy: float
+    overlap: float
+    streams: tuple[StreamUse, ...]
+    dropped_events: int
+
+
+class Trace:
+    """The record of one device; made by ``Device(trace=True)`` or ``max_events=``."""
+
+    def __init__(
+        self, max_events: int, now: Callable[[], float], origin: float, modelled: bool
+    ) -> None:
+        self.max_events = max_events
+        self.names: dict[int, str] = {}
+        self.seen = 0
+        self._spans: deque[Span] = deque(maxlen=max_events)
+        self._flows: deque[tuple[Mark, int, float]] = deque(maxlen=max_events)
+        self._memory: deque[tuple[float, str, int]] = deque(maxlen=max_events)
+        self._memory_seen = 0
+        self._flows_seen = 0
+        self._now = now
+        self._origin = origin
+        self._modelled = modelled
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """All operations kept, by the time they were over."""
+        return tuple(self._spans)
+
+    @property
+    def dropped_events(self) -> int:
+        """Entries that fell out at the old end."""
+        kept = len(self._spans) + len(self._flows) + len(self._memory)
+        return self.seen + self._flows_seen + self._memory_seen - kept
+
+    # -- what the device tells; its lock is held
+
+    def ran(self, queue: Queue, op: Op) -> None:
+        """An operation on the wall clock."""
+        nbytes = getattr(op.target, "bytes_moved", 0) if op.is_work else 0
+        start = (op.started - self._origin) * 1e6
+        end = (op.ended - self._origin) * 1e6
+        self.seen += 1
+        self._spans.append(Span(queue.index, op.name, start, end, int(nbytes), op.number))
+
+    def modelled(self, node: Node) -> None:
+        """An operation on the model clock."""
+        end = node.start if node.end is None else node.end
+        self.seen += 1
+        self._spans.append(
+            Span(node.lane, node.name, node.start, end, int(node.bytes_moved), node.number)
+        )
+
+    def waited(self, queue: Queue, mark: Mark) -> None:
+        """A stream waits for a mark of another: an arrow."""
+        self._flows_seen += 1
+        self._flows.append((mark, queue.index, self._now()))
+
+    def memory(self, space: str, used: int) -> None:
+        """Bytes of a space changed."""
+        self._memory_seen += 1
+        self._memory.append((self._now(), space, used))
+
+    # -- what the user asks
+
+    def save(self, path: str | Path) -> None:
+        """Write Chrome trace JSON: a row a stream, arrows for events, counters."""
+        with Path(path).open("w", encoding="utf-8") as file:
+            json.dump({"displayTimeUnit": "ms", "traceEvents": list(self._events())}, file)
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "kvcore device"}}
+        for index, name in self.names.items():
+            yield {
+                "ph": "M",
+                "pid": 0,
+                "tid": index,
+                "name": "thread_name",
+                "args": {"name": name},
+            }
+            yield {
+                "ph": "M",
+                "pid": 0,
+                "tid": index,
+                "name": "thread_sort_index",
+                "args": {"sort_index": index},
+            }
+        for span in self._spans:
+            yield {
+                "ph": "X",
+                "pid": 0,
+                "tid": span.stream,
+                "name": span.name,
+                "cat": "operation",
+                "ts": span.start,
+                "dur": span.end - span.start,
+                "args": {"bytes": span.bytes_moved, "launch": span.number},
+            }
+        yield from self._arrows()
+        for time, space, used in self._memory:
+            yield {
+                "ph": "C",
+                "pid": 0,
+                "name": f"{space} memory",
+                "ts": time,
+                "args": {"bytes": used},
+            }
+        yield from self._rates()
+
+    def _arrows(self) -> Iterator[dict[str, Any]]:
+        for number, (mark, to, launched) in enumerate(self._flows):
+            if mark.pending or mark.queue is None:
+                continue
+            if self._modelled:
+                position = mark.position
+                if position is None or not position.settled():
+                    continue
+                time = position.time
+            else:
+                time = (mark.time - self._origin) * 1e6
+            common = {"pid": 0, "name": "event", "cat": "event", "id": number}
+            yield {"ph": "s", "tid": mark.queue.index, "ts": time, **common}
+            yield {"ph": "f", "bp": "e", "tid": to, "ts": max(time, launched), **common}
+
+    def _rates(self) -> Iterator[dict[str, Any]]:
+        """Bytes a microsecond (MB/s) of the copies under way: the use of links and memory."""
+        steps: list[tuple[float, float]] = []
+        for span in self._spans:
+            if span.bytes_moved and span.end > span.start:
+                rate = span.bytes_moved / (span.end - span.start)
+                steps += [(span.start, rate), (span.end, -rate)]
+        steps.sort()
+        rate = 0.0
+        for time, step in steps:
+            rate = max(0.0, rate + step)
+            yield {
+                "ph": "C",
+                "pid": 0,
+                "name": "bytes moved",
+                "ts": time,
+                "args": {"MB/s": rate},
+            }
+
+    def summary(self) -> Summary:
+        """Busy time and overlap, in all and per stream."""
+        steps: list[tuple[float, int, int]] = []
+        counts: dict[int, list[int]] = {index: [0, 0] for index in self.names}
+        for span in self._spans:
+            entry = counts.setdefault(span.stream, [0, 0])
+            entry[0] += 1
+            entry[1] += span.bytes_moved
+            if span.end > span.start:
+                steps += [(span.start, 1, span.stream), (span.end, -1, span.stream)]
+        steps.sort()
+        busy = dict.fromkeys(counts, 0.0)
+        overlap = dict.fromkeys(counts, 0.0)
+        all_busy = all_overlap = 0.0
+        active: dict[int, int] = {}
+        last = steps[0][0] if steps else 0.0
+        for time, step, stream in steps:
+            passed = time - last
+            last = time
+            if passed and active:
+                all_busy += passed
+                if len(active) > 1:
+                    all_overlap += passed
+                for index in active:
+                    busy[index] += passed
+                    if len(active) > 1:
+                        overlap[index] += passed
+            left = active.get(stream, 0) + step
+            if left:
+                active[stream] = left
+            else:
+                active.pop(stream, None)
+        elapsed = steps[-1][0] - steps[0][0] if steps else 0.0
+        streams = tuple(
+            StreamUse(self.names.get(i, str(i)), n, busy[i], overlap[i], nbytes)
+            for i, (n, nbytes) in sorted(counts.items())
+            if n
+        )
+        return Summary(elapsed, all_busy, all_overlap, streams, self.dropped_events)
