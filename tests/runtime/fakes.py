@@ -109,6 +109,34 @@ class Gate:
         self._open.set()
 
 
+class Hold:
+    """Holds a stream at a host function until what was queued behind it has been dropped."""
+
+    def __init__(self, stream: Any) -> None:
+        self.entered = threading.Event()
+        self.held = True
+        self._stream = stream
+        self._armed = threading.Event()
+        self._event: Any = None
+        stream.call(self._wait)
+
+    def until_dropped(self) -> None:
+        """Everything is queued: from here on, let go when this record is dropped."""
+        self._event = self._stream.record_event()
+        self._armed.set()
+
+    def _wait(self) -> None:
+        self.entered.set()
+        assert self._armed.wait(50)
+        pause = threading.Event()
+        for _ in range(50_000):
+            if not self._event.mark.pending:
+                self.held = False
+                return
+            pause.wait(0.001)
+        raise AssertionError("nothing was dropped")
+
+
 def device(clock: str = "wall", **options: Any) -> kvcore.Device:
     """A device on that clock; the wall one without a profile, so that plans may use any array."""
     profile = "A3" if clock == "model" else options.pop("profile", None)

@@ -21,6 +21,11 @@ def fail() -> None:
     raise Broken("out of luck")
 
 
+def poll(stream: kvcore.Stream) -> None:
+    while not stream.query():
+        pass
+
+
 async def test_a_failure_is_told_once_and_the_stream_is_usable_again(clock: str) -> None:
     async with device(clock) as dev:
         stream = dev.stream("s")
@@ -180,8 +185,7 @@ def test_blocking_calls_tell_as_well(clock: str) -> None:
             stream.synchronize_blocking()
         stream.call(fail)
         with pytest.raises(kvcore.StreamError):
-            while not stream.query():
-                pass
+            poll(stream)
         assert stream.query()
 
 

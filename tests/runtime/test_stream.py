@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 import weakref
@@ -182,7 +183,7 @@ async def test_an_event_hop_stays_on_its_worker(clock: str) -> None:
         gate.open()
         await dev.synchronize()
         assert len(threads) == 200
-        hops = sum(x != y for x, y in zip(threads, threads[1:], strict=False))
+        hops = sum(x != y for x, y in itertools.pairwise(threads))
         assert hops <= 1
 
 
