@@ -286,6 +286,117 @@ def test_a_negative_slot_is_skipped_by_every_kernel_elsewhere(soc: str, variant:
     )
 
 
+# ---------------------------------------------------------------- contents: compression
+class Windows:
+    """Two requests of 4 tokens, two heads of 32, one run for each (batch, head)."""
+
+    def __init__(self, variant: str) -> None:
+        need(variant)
+        number, _, self.mode = variant.partition(" ")
+        self.mode = self.mode or "Alibi"
+        shape = (2, 4, 2, 32) if number == "3" else (8, 2, 32)
+        runs = (2, 2) if number == "3" else (4,)
+        self.lanes = [np.ones(shape, np.float16), np.zeros((8, 8, 1, 32), np.float16)]
+        self.lanes += [array.copy() for array in self.lanes]
+        self.slots = np.array([0, 8, 16, 24], np.int32).reshape(runs)
+        self.windows = np.full(4, 2, np.int32)
+        self.starts = np.full(4, 1, np.int32)
+        self.lengths = np.full(2, 4, np.int32)
+
+    def warned(self, soc: str | None, **lists: tuple[int, ...]) -> list[str]:
+        """The warnings of a call with other contents, but for those that shapes decide."""
+        for name, values in lists.items():
+            array = getattr(self, name)
+            array.reshape(-1)[:] = values
+        found = given(
+            lambda: kvcore.scatter_pa_kv_cache(
+                self.lanes[0],
+                self.lanes[1],
+                self.slots,
+                self.lanes[2],
+                self.lanes[3],
+                compress_lens=self.windows,
+                compress_seq_offset=None if self.mode == "Alibi" else self.starts,
+                seq_lens=self.lengths,
+                scatter_mode=self.mode,
+                soc=soc,
+            )
+        )
+        return [text for text in found if "tiling of today" not in text]
+
+
+@pytest.mark.parametrize("variant", ["4", "5 Rope", "5 Omni"])
+@pytest.mark.parametrize("soc", OLDER)
+def test_a_negative_slot_in_compression_of_older_socs(soc: str, variant: str) -> None:
+    call = Windows(variant)
+    assert call.warned(soc) == []
+    assert call.warned(None, slots=(0, 8, -3, -1)) == []
+    assert call.warned(soc) == [
+        f"{soc}: slot_mapping[2] = -3 is not skipped: it writes in front of the cache "
+        f"(scenario {variant[0]})"
+    ]
+
+
+@pytest.mark.parametrize("variant", ["3 Alibi", "3 Rope", "3 Omni"])
+def test_a_negative_slot_in_scenario_3_of_the_950(variant: str) -> None:
+    call = Windows(variant)
+    assert call.warned("950") == []
+    assert call.warned("950", slots=(0, -1, 8, -1)) == [
+        "950: slot_mapping[1] = -1 skips single rows of its run, not the run (scenario 3)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variant", "soc", "empty"),
+    [
+        ("4", "A2", {"windows": (2, 0, 2, 2)}),
+        ("5 Omni", "A3", {"windows": (2, 3, 2, 2), "starts": (1, 0, 0, 1), "lengths": (3, 4)}),
+        ("3 Alibi", "950", {"windows": (2, 0, 2, 2)}),
+        ("3 Omni", "950", {"windows": (2, 4, 2, 2), "starts": (1, 0, 1, 1)}),
+    ],
+)
+def test_a_negative_slot_of_a_run_without_rows(
+    variant: str, soc: str, empty: dict[str, tuple[int, ...]]
+) -> None:
+    call = Windows(variant)
+    if variant == "5 Omni":
+        call.lanes[0], call.lanes[2] = call.lanes[0][:7], call.lanes[2][:7]
+    assert call.warned(soc, slots=(0, -1, 8, 16), **empty) == []
+
+
+@pytest.mark.parametrize("mode", ["Rope", "Omni"])
+def test_the_950_expects_windows_and_their_starts(mode: str) -> None:
+    call = Windows(f"3 {mode}")
+    assert call.warned("950", windows=(1, 4, 1, 2), starts=(0, 0, 3, 2)) == []
+    assert call.warned("950", windows=(1, 1, 0, 0)) == [
+        f"950: compress_lens[2] = 0, and the {mode} kernel expects it >= 1"
+    ]
+    assert call.warned("950", windows=(1, 1, 1, 1), starts=(0, -1, -1, 0)) == [
+        f"950: compress_seq_offset[1] = -1, and the {mode} kernel expects it >= 0"
+    ]
+
+
+@pytest.mark.parametrize("mode", ["Rope", "Omni"])
+@pytest.mark.parametrize("soc", OLDER)
+def test_older_socs_know_empty_windows_and_no_compression(soc: str, mode: str) -> None:
+    call = Windows(f"5 {mode}")
+    assert call.warned(soc, windows=(0, 0, 1, 4), starts=(0, 4, -1, 0)) == []
+
+
+def test_windows_of_alibi_may_be_empty() -> None:
+    assert Windows("3 Alibi").warned("950", windows=(0, 0, 0, 0)) == []
+
+
+def test_a_quirk_changes_no_byte() -> None:
+    call, plain = Windows("3 Rope"), Windows("3 Rope")
+    contents = {"slots": (0, -1, 8, 16), "windows": (0, 1, 2, 4), "starts": (1, 0, -1, 0)}
+    assert len(call.warned("950", **contents)) == 3
+    assert plain.warned(None, **contents) == []
+    np.testing.assert_array_equal(call.lanes[1], plain.lanes[1])
+    np.testing.assert_array_equal(call.lanes[3], plain.lanes[3])
+    assert call.lanes[1].any()
+
+
 # ---------------------------------------------------------------- how they are given
 def test_shapes_warn_when_the_plan_is_made_and_contents_when_it_runs() -> None:
     key, key_cache, slots, value, value_cache = nhsd_arrays()
