@@ -116,6 +116,7 @@ cdef class PagedSpec(Spec):
         job.n_lanes = used
         job.slots = plan.scratch
         job.n_tokens = self.num_tokens
+        job.num_slots = self.num_slots
         job.gather = self.gathers
         plan.copied_bytes = total
         plan.copied_pieces = self.num_tokens * used

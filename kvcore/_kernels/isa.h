@@ -4,8 +4,9 @@
  *
  * stream: like memcpy, but writes whole 64-byte lines past the cache.  A store that does not first
  *         read the line it overwrites moves two bytes of memory traffic per byte instead of three.
- * tile:   n_tokens x n_columns cells of 32 bytes from tokens (rows) to FRACTAL_NZ columns, in which
- *         the tokens of a column lie one after the other; column by column, so that lines fill.
+ * run:    n tokens whose rows lie side by side in each FRACTAL_NZ column of 32-byte cells; column by
+ *         column, in whole lines past the cache.  Arrays of numpy begin 16 bytes after a line, so a
+ *         line is put together from 16-byte halves of cells.
  * fence:  orders streamed stores before whatever says that the work is done.
  */
 #ifndef KVCORE_ISA_H
@@ -16,27 +17,76 @@
 
 #define KV_LINE 64
 #define KV_CELL 32
+#define KV_HALF 16
 
 typedef struct {
     const char *name;
     void (*stream)(char *dst, const char *src, int64_t n);
-    void (*tile)(char *page, int64_t column_step, const char *tok, int64_t tok_stride,
-                 int64_t n_tokens, int64_t n_columns);
+    void (*run)(char *page, int64_t column_step, const char *const *toks, int64_t at, int64_t n,
+                int64_t n_columns); /* a token's first cell lies at toks[t] + at */
     void (*fence)(void);
 } kv_isa;
+
+/* Ask for the line to be written soon: its latency is most of what a scattered store costs. */
+#define kv_will_write(p) __builtin_prefetch((p), 1, 3)
+#define kv_will_read(p) __builtin_prefetch((p), 0, 3)
 
 static void kv_plain_stream(char *dst, const char *src, int64_t n) { memcpy(dst, src, (size_t)n); }
 static void kv_plain_fence(void) {}
 
-static void kv_plain_tile(char *page, int64_t column_step, const char *tok, int64_t tok_stride,
-                          int64_t n_tokens, int64_t n_columns)
+static void kv_plain_run(char *page, int64_t column_step, const char *const *toks, int64_t at,
+                         int64_t n, int64_t n_columns)
 {
     for (int64_t c = 0; c < n_columns; c++) {
         char *dst = page + c * column_step;
-        const char *src = tok + c * KV_CELL;
-        for (int64_t t = 0; t < n_tokens; t++)
-            memcpy(dst + t * KV_CELL, src + t * tok_stride, KV_CELL);
+        for (int64_t t = 0; t < n; t++)
+            memcpy(dst + t * KV_CELL, toks[t] + at + c * KV_CELL, KV_CELL);
     }
+}
+
+/* Cells anywhere: pages[t] + page_at is token t's cell in the first column.  Ordinary stores, two columns
+ * after the lines were asked for. */
+static inline void kv_cells(char *const *pages, int64_t page_at, int64_t column_step,
+                            const char *const *toks, int64_t at, int64_t n, int64_t n_columns)
+{
+    for (int64_t c = 0; c < n_columns; c++, at += KV_CELL) {
+        int64_t here = page_at + c * column_step, ahead = here + 2 * column_step;
+        if (c + 2 < n_columns) {
+            for (int64_t t = 0; t < n; t++) {
+                kv_will_write(pages[t] + ahead);
+                memcpy(pages[t] + here, toks[t] + at, KV_CELL);
+            }
+        } else {
+            for (int64_t t = 0; t < n; t++)
+                memcpy(pages[t] + here, toks[t] + at, KV_CELL);
+        }
+    }
+}
+
+/* Order tokens by slot, stable; tokens with a negative slot are left out.  order and spare: n
+ * int32 each.  Returns how many tokens are in the order. */
+static inline int64_t kv_order_by_slot(const int64_t *slots, int64_t n, int64_t num_slots,
+                                       int32_t *order, int32_t *spare)
+{
+    int64_t used = 0;
+    for (int64_t i = 0; i < n; i++)
+        if (slots[i] >= 0)
+            order[used++] = (int32_t)i;
+    for (int shift = 0; shift < 63 && (num_slots - 1) >> shift; shift += 11) {
+        int64_t start[2048] = {0};
+        for (int64_t i = 0; i < used; i++)
+            start[(slots[order[i]] >> shift) & 2047]++;
+        int64_t sum = 0;
+        for (int k = 0; k < 2048; k++) {
+            int64_t count = start[k];
+            start[k] = sum;
+            sum += count;
+        }
+        for (int64_t i = 0; i < used; i++)
+            spare[start[(slots[order[i]] >> shift) & 2047]++] = order[i];
+        memcpy(order, spare, (size_t)used * sizeof(int32_t));
+    }
+    return used;
 }
 
 /* Bytes up to the first line border of dst; n when there is no whole line. */
@@ -68,20 +118,44 @@ static void kv_avx2_stream(char *dst, const char *src, int64_t n)
         memcpy(dst + i, src + i, (size_t)(n - i));
 }
 
-__attribute__((target("avx2")))
-static void kv_avx2_tile(char *page, int64_t column_step, const char *tok, int64_t tok_stride,
-                         int64_t n_tokens, int64_t n_columns)
+/* Halves 0 .. 2n-1 of a column: half u is the (u & 1)th of token u / 2. */
+#define KV_LOAD_HALF(toks, at, u) \
+    _mm_loadu_si128((const __m128i *)((toks)[(u) >> 1] + (at) + ((u) & 1) * KV_HALF))
+
+static inline void kv_store_halves(char *dst, const char *const *toks, int64_t at, int64_t from,
+                                   int64_t to)
 {
-    if (((uintptr_t)page | (uintptr_t)column_step) & (KV_CELL - 1)) {
-        kv_plain_tile(page, column_step, tok, tok_stride, n_tokens, n_columns);
+    for (int64_t u = from; u < to; u++)
+        _mm_storeu_si128((__m128i *)(dst + u * KV_HALF), KV_LOAD_HALF(toks, at, u));
+}
+
+__attribute__((target("avx2")))
+static void kv_avx2_run(char *page, int64_t column_step, const char *const *toks, int64_t at,
+                        int64_t n, int64_t n_columns)
+{
+    if ((uintptr_t)page & (KV_HALF - 1)) {
+        kv_plain_run(page, column_step, toks, at, n, n_columns);
         return;
     }
-    for (int64_t c = 0; c < n_columns; c++) {
+    for (int64_t c = 0; c < n_columns; c++, at += KV_CELL) {
         char *dst = page + c * column_step;
-        const char *src = tok + c * KV_CELL;
-        for (int64_t t = 0; t < n_tokens; t++)
-            _mm256_stream_si256((__m256i *)(dst + t * KV_CELL),
-                                _mm256_loadu_si256((const __m256i *)(src + t * tok_stride)));
+        int64_t u = (int64_t)(-(uintptr_t)dst & (KV_LINE - 1)) / KV_HALF;
+        if (u > 2 * n)
+            u = 2 * n;
+        if (c + 2 < n_columns) {
+            kv_will_write(dst + 2 * column_step);
+            kv_will_write(dst + 2 * column_step + n * KV_CELL - 1);
+        }
+        kv_store_halves(dst, toks, at, 0, u);
+        for (; u + 4 <= 2 * n; u += 4) {
+            __m256i a = _mm256_inserti128_si256(
+                _mm256_castsi128_si256(KV_LOAD_HALF(toks, at, u)), KV_LOAD_HALF(toks, at, u + 1), 1);
+            __m256i b = _mm256_inserti128_si256(
+                _mm256_castsi128_si256(KV_LOAD_HALF(toks, at, u + 2)), KV_LOAD_HALF(toks, at, u + 3), 1);
+            _mm256_stream_si256((__m256i *)(dst + u * KV_HALF), a);
+            _mm256_stream_si256((__m256i *)(dst + u * KV_HALF + 32), b);
+        }
+        kv_store_halves(dst, toks, at, u, 2 * n);
     }
 }
 
@@ -98,31 +172,6 @@ static void kv_avx512_stream(char *dst, const char *src, int64_t n)
     }
     if (i < n)
         memcpy(dst + i, src + i, (size_t)(n - i));
-}
-
-__attribute__((target("avx512f")))
-static void kv_avx512_tile(char *page, int64_t column_step, const char *tok, int64_t tok_stride,
-                           int64_t n_tokens, int64_t n_columns)
-{
-    /* Whole lines of two tokens need line-aligned pairs; otherwise the 32-byte form. */
-    if ((((uintptr_t)page | (uintptr_t)column_step) & (KV_LINE - 1)) || n_tokens < 2) {
-        kv_avx2_tile(page, column_step, tok, tok_stride, n_tokens, n_columns);
-        return;
-    }
-    for (int64_t c = 0; c < n_columns; c++) {
-        char *dst = page + c * column_step;
-        const char *src = tok + c * KV_CELL;
-        int64_t t = 0;
-        for (; t + 2 <= n_tokens; t += 2) {
-            __m256i a = _mm256_loadu_si256((const __m256i *)(src + t * tok_stride));
-            __m256i b = _mm256_loadu_si256((const __m256i *)(src + (t + 1) * tok_stride));
-            _mm512_stream_si512((__m512i *)(dst + t * KV_CELL),
-                                _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
-        }
-        if (t < n_tokens)
-            _mm256_stream_si256((__m256i *)(dst + t * KV_CELL),
-                                _mm256_loadu_si256((const __m256i *)(src + t * tok_stride)));
-    }
 }
 #endif
 
@@ -155,14 +204,13 @@ static void kv_neon_stream(char *dst, const char *src, int64_t n)
         memcpy(dst + i, src + i, (size_t)(n - i));
 }
 
-static void kv_neon_tile(char *page, int64_t column_step, const char *tok, int64_t tok_stride,
-                         int64_t n_tokens, int64_t n_columns)
+static void kv_neon_run(char *page, int64_t column_step, const char *const *toks, int64_t at,
+                        int64_t n, int64_t n_columns)
 {
-    for (int64_t c = 0; c < n_columns; c++) {
+    for (int64_t c = 0; c < n_columns; c++, at += KV_CELL) {
         char *dst = page + c * column_step;
-        const char *src = tok + c * KV_CELL;
-        for (int64_t t = 0; t < n_tokens; t++) {
-            const uint8_t *cell = (const uint8_t *)(src + t * tok_stride);
+        for (int64_t t = 0; t < n; t++) {
+            const uint8_t *cell = (const uint8_t *)(toks[t] + at);
             kv_stnp(dst + t * KV_CELL, vld1q_u8(cell), vld1q_u8(cell + 16));
         }
     }
@@ -172,13 +220,13 @@ static void kv_neon_tile(char *page, int64_t column_step, const char *tok, int64
 /* Best first; the portable set is always last. */
 static const kv_isa kv_isas[] = {
 #ifdef KV_X86
-    {"avx512", kv_avx512_stream, kv_avx512_tile, kv_sse_fence},
-    {"avx2", kv_avx2_stream, kv_avx2_tile, kv_sse_fence},
+    {"avx512", kv_avx512_stream, kv_avx2_run, kv_sse_fence},
+    {"avx2", kv_avx2_stream, kv_avx2_run, kv_sse_fence},
 #endif
 #ifdef KV_ARM
-    {"neon", kv_neon_stream, kv_neon_tile, kv_neon_fence},
+    {"neon", kv_neon_stream, kv_neon_run, kv_neon_fence},
 #endif
-    {"portable", kv_plain_stream, kv_plain_tile, kv_plain_fence},
+    {"portable", kv_plain_stream, kv_plain_run, kv_plain_fence},
 };
 #define KV_N_ISAS ((int)(sizeof(kv_isas) / sizeof(kv_isas[0])))
 

@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 
 cdef extern from "isa.h" nogil:
     ctypedef struct kv_isa:
         const char* name
         void (*stream)(char* dst, const char* src, int64_t n) noexcept nogil
-        void (*tile)(
-            char* page, int64_t column_step, const char* tok, int64_t tok_stride,
-            int64_t n_tokens, int64_t n_columns
+        void (*run)(
+            char* page, int64_t column_step, const char** toks, int64_t at, int64_t n,
+            int64_t n_columns
         ) noexcept nogil
         void (*fence)() noexcept nogil
+
+    void kv_will_write(const char* p)
+    void kv_will_read(const char* p)
+    void kv_cells(
+        char** pages, int64_t page_at, int64_t column_step, const char** toks, int64_t at,
+        int64_t n, int64_t n_columns
+    )
+    int64_t kv_order_by_slot(
+        const int64_t* slots, int64_t n, int64_t num_slots, int32_t* order, int32_t* spare
+    )
 
 cdef const kv_isa* active() noexcept nogil
 cdef const kv_isa* portable() noexcept nogil

@@ -7,19 +7,30 @@ are dealt out in chunks when no slot repeats; otherwise each chunk takes the tok
 share of the slots, in order, and the result is the same.
 """
 
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
+from libc.stdlib cimport free, malloc
 
-from kvcore._kernels.isa cimport active, kv_isa, portable, streaming_threshold
+from kvcore._kernels.isa cimport (
+    active,
+    kv_isa,
+    kv_order_by_slot,
+    kv_will_write,
+    streaming_threshold,
+)
 from kvcore._kernels.parallel cimport run_chunks
+from kvcore._kernels.scan cimport strictly_increasing
+from kvcore._kernels.tiles cimport copy_tiles
 
 # Shorter pieces have no whole lines worth streaming.
 cdef enum:
     STREAM_PIECE = 128
 
-# Tokens of one NZ tile: 16 rows of 2 KiB stay in a first-level cache while the tile is
-# written column by column.
+# Tokens between asking for a line and writing to it.
 cdef enum:
-    TILE = 16
+    AHEAD = 2
+
+cdef enum:
+    INT32_LIMIT = 2147483647
 
 
 cdef inline void move(
@@ -70,12 +81,44 @@ cdef inline void copy_pieces(
                     )
 
 
+cdef inline void ask(const kv_lane* lane, char* page) noexcept nogil:
+    # The first and last line of each piece hold bytes of others too: those lines must be read
+    # before they are written, and streaming does not hide that.
+    cdef int64_t i, j, n = lane.bytes
+    cdef char* p
+    if lane.levels == 0:
+        kv_will_write(page)
+        kv_will_write(page + n - 1)
+    elif lane.levels == 1:
+        for i in range(lane.n[0]):
+            p = page + i * lane.page_step[0]
+            kv_will_write(p)
+            kv_will_write(p + n - 1)
+    elif lane.levels == 2:
+        for i in range(lane.n[0]):
+            for j in range(lane.n[1]):
+                p = page + i * lane.page_step[0] + j * lane.page_step[1]
+                kv_will_write(p)
+                kv_will_write(p + n - 1)
+
+
+cdef inline bint asks(const kv_lane* lane, bint gather, const kv_isa* isa) noexcept nogil:
+    # Whole lines only, or pieces too short to stream: nothing to ask for.
+    return (
+        isa != NULL
+        and not gather
+        and lane.bytes >= STREAM_PIECE
+        and (<size_t>lane.page | lane.bytes | lane.row_stride) & 63 != 0
+    )
+
+
 cdef void copy_whole(
     const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather,
     const kv_isa* isa
 ) noexcept nogil:
     # A token is one piece. Consecutive slots of packed rows are one copy.
     cdef int64_t i = begin, j, slot, limit
+    cdef bint asking = asks(lane, gather, isa)
     cdef bint packed = (
         lane.tok_inner == 0
         and lane.tok_stride == lane.bytes
@@ -93,52 +136,9 @@ cdef void copy_whole(
                 limit = i + lane.block_size - slot % lane.block_size
             while j < limit and slots[j] == slot + (j - i):
                 j += 1
+        if asking and j + AHEAD - 1 < end and slots[j + AHEAD - 1] >= 0:
+            ask(lane, kv_page(lane, slots[j + AHEAD - 1]))
         move(lane, kv_tok(lane, i), kv_page(lane, slot), (j - i) * lane.bytes, gather, isa)
-        i = j
-
-
-cdef void copy_tiles(
-    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, const kv_isa* isa
-) noexcept nogil:
-    # FRACTAL_NZ: tokens of consecutive slots lie 32 bytes apart in each column, so a tile is
-    # written column by column.  A tile starts on a line of the cache where it can.
-    cdef int64_t i = begin, j, h, slot, limit, heads, cols, head_tok, head_page
-    cdef char* tok
-    cdef char* page
-    cdef int last = lane.levels - 1
-    heads = lane.n[0] if last else 1
-    head_tok = lane.tok_step[0] if last else 0
-    head_page = lane.page_step[0] if last else 0
-    cols = lane.n[last]
-    while i < end:
-        slot = slots[i]
-        if slot < 0:
-            i += 1
-            continue
-        limit = lane.block_size - slot % lane.block_size
-        if limit > TILE:
-            limit = TILE
-        if slot & 1:
-            limit = 1
-        limit = i + limit if i + limit < end else end
-        j = i + 1
-        while j < limit and slots[j] == slot + (j - i):
-            j += 1
-        tok = kv_tok(lane, i)
-        page = kv_page(lane, slot)
-        for h in range(heads):
-            kv_inside(lane.tok_lo, lane.tok_hi, tok + h * head_tok, cols * 32, "token")
-            kv_inside(
-                lane.page_lo,
-                lane.page_hi,
-                page + h * head_page + (cols - 1) * lane.page_step[last],
-                (j - i) * 32,
-                "cache",
-            )
-            isa.tile(
-                page + h * head_page, lane.page_step[last], tok + h * head_tok, lane.tok_stride,
-                j - i, cols
-            )
         i = j
 
 
@@ -147,75 +147,120 @@ cdef void copy_tokens(
     const kv_isa* isa
 ) noexcept nogil:
     cdef int64_t i
+    cdef bint asking
     if lane.token_bytes == 0:
         return
     if lane.levels == 0:
         copy_whole(lane, slots, begin, end, gather, isa)
     elif lane.tiled and not gather:
-        copy_tiles(lane, slots, begin, end, isa if isa != NULL else portable())
+        copy_tiles(lane, slots, NULL, begin, end, isa)
     else:
+        asking = asks(lane, gather, isa)
         for i in range(begin, end):
+            if asking and i + AHEAD < end and slots[i + AHEAD] >= 0:
+                ask(lane, kv_page(lane, slots[i + AHEAD]))
             if slots[i] >= 0:
                 copy_pieces(lane, kv_tok(lane, i), kv_page(lane, slots[i]), gather, isa)
 
 
-cdef inline const kv_isa* streaming(const rows_job* job) noexcept nogil:
-    # NULL where what is written fits the core's own cache.
+cdef void copy_ordered(const rows_job* job, int64_t begin, int64_t end) noexcept nogil:
+    # Tokens by slot; a chunk starts and ends between different slots.
     cdef int lane
-    cdef int64_t total = 0
+    cdef int64_t i
+    cdef const int32_t* order = job.order
+    cdef const int64_t* slots = job.slots
+    while 0 < begin < job.n_ordered and slots[order[begin]] == slots[order[begin - 1]]:
+        begin += 1
+    while 0 < end < job.n_ordered and slots[order[end]] == slots[order[end - 1]]:
+        end += 1
     for lane in range(job.n_lanes):
-        total += job.lanes[lane].token_bytes * job.n_tokens
-    return active() if total >= streaming_threshold() else NULL
+        if job.lanes[lane].tiled:
+            copy_tiles(&job.lanes[lane], slots, order, begin, end, job.isa)
+        else:
+            for i in range(begin, end):
+                copy_tokens(&job.lanes[lane], slots, order[i], order[i] + 1, False, job.isa)
+
+
+cdef void copy_range(const rows_job* job, int64_t begin, int64_t end) noexcept nogil:
+    cdef int lane
+    if job.order != NULL:
+        copy_ordered(job, begin, end)
+    else:
+        for lane in range(job.n_lanes):
+            copy_tokens(&job.lanes[lane], job.slots, begin, end, job.gather, job.isa)
+    if job.isa != NULL:
+        job.isa.fence()
 
 
 cdef void unordered_chunk(void* context, int64_t chunk) noexcept nogil:
     cdef rows_job* job = <rows_job*>context
     cdef int64_t begin = chunk * job.chunk_tokens
     cdef int64_t end = begin + job.chunk_tokens
-    cdef int lane
-    cdef const kv_isa* isa = streaming(job)
-    if end > job.n_tokens:
-        end = job.n_tokens
-    for lane in range(job.n_lanes):
-        copy_tokens(&job.lanes[lane], job.slots, begin, end, job.gather, isa)
-    if isa != NULL:
-        isa.fence()
+    copy_range(job, begin, end if end < job.n_ordered else job.n_ordered)
 
 
-cdef void ordered_chunk(void* context, int64_t chunk) noexcept nogil:
+cdef void repeats_chunk(void* context, int64_t chunk) noexcept nogil:
     cdef rows_job* job = <rows_job*>context
     cdef int64_t i
     cdef int lane
-    cdef const kv_isa* isa = streaming(job)
     for lane in range(job.n_lanes):
         for i in range(job.n_tokens):
             # Eight neighbouring slots share a part: rows of less than a line stay together.
             if job.slots[i] >= 0 and (job.slots[i] >> 3) % job.n_parts == chunk:
-                copy_tokens(&job.lanes[lane], job.slots, i, i + 1, job.gather, isa)
-    if isa != NULL:
-        isa.fence()
+                copy_tokens(&job.lanes[lane], job.slots, i, i + 1, job.gather, job.isa)
+    if job.isa != NULL:
+        job.isa.fence()
 
 
-cdef void run_rows(rows_job* job, int n_threads, bint ordered) noexcept nogil:
+cdef int32_t* order_for(rows_job* job) noexcept nogil:
+    # Only large FRACTAL_NZ writes gain: neighbouring rows share lines there. NULL also when there
+    # is no memory for it: the order is a matter of speed.
+    cdef int32_t* order
     cdef int lane
-    cdef int64_t chunks
-    cdef const kv_isa* isa
+    cdef bint tiled = False
+    for lane in range(job.n_lanes):
+        tiled |= job.lanes[lane].tiled
+    if not tiled or job.gather or job.isa == NULL or job.n_tokens > INT32_LIMIT:
+        return NULL
+    if strictly_increasing(job.slots, job.n_tokens):
+        return NULL
+    order = <int32_t*>malloc(<size_t>job.n_tokens * 8)
+    if order != NULL:
+        job.n_ordered = kv_order_by_slot(
+            job.slots, job.n_tokens, job.num_slots, order, order + job.n_tokens
+        )
+    return order
+
+
+cdef void run_rows(rows_job* job, int n_threads, bint repeats) noexcept nogil:
+    """repeats: whether a slot may occur twice; matters with several threads only."""
+    cdef int lane
+    cdef int64_t chunks, total = 0
+    cdef int32_t* order
+    for lane in range(job.n_lanes):
+        total += job.lanes[lane].token_bytes * job.n_tokens
+    # NULL where what is written fits the core's own cache.
+    job.isa = active() if total >= streaming_threshold() else NULL
+    job.n_ordered = job.n_tokens
+    order = order_for(job)
+    job.order = order
     if n_threads <= 1:
-        isa = streaming(job)
-        for lane in range(job.n_lanes):
-            copy_tokens(&job.lanes[lane], job.slots, 0, job.n_tokens, job.gather, isa)
-        if isa != NULL:
-            isa.fence()
-    elif ordered:
+        copy_range(job, 0, job.n_ordered)
+    elif repeats and order == NULL:
         job.n_parts = 2 * n_threads
-        run_chunks(ordered_chunk, job, job.n_parts, n_threads)
+        run_chunks(repeats_chunk, job, job.n_parts, n_threads)
     else:
         chunks = 8 * n_threads
-        job.chunk_tokens = (job.n_tokens + chunks - 1) // chunks
+        job.chunk_tokens = (job.n_ordered + chunks - 1) // chunks
         if job.chunk_tokens < 1:
             job.chunk_tokens = 1
-        chunks = (job.n_tokens + job.chunk_tokens - 1) // job.chunk_tokens
-        run_chunks(unordered_chunk, job, chunks, n_threads)
+        run_chunks(
+            unordered_chunk,
+            job,
+            (job.n_ordered + job.chunk_tokens - 1) // job.chunk_tokens,
+            n_threads,
+        )
+    free(order)
 
 
 def scatter(
@@ -293,6 +338,7 @@ cdef _run_bytes(
     job.n_lanes = 1
     job.slots = &slots[0]
     job.n_tokens = n
+    job.num_slots = bound
     job.gather = back
     with nogil:
         run_rows(&job, n_threads, True)

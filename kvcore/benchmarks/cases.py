@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ def _threaded_copy(num_threads: int, *sources: NDArray[Any]) -> Callable[[], Non
     for source in sources:
         target = _warm(np.empty_like(source))
         cuts = np.linspace(0, len(source), num_threads + 1).astype(int)
-        parts.append([(target[a:b], source[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)])
+        parts.append([(target[a:b], source[a:b]) for a, b in itertools.pairwise(cuts)])
 
     def part(i: int) -> None:
         for pieces in parts:

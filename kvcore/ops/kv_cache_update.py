@@ -6,6 +6,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from kvcore._core.arrays import ArrayInfo
 from kvcore._core.lanes import make_lane
 from kvcore._core.paged import AppendSpec
@@ -146,7 +148,9 @@ def _layer(layer_id: Any) -> tuple[Any, int | None]:
         return None, layer_id
     if isinstance(layer_id, bool):
         checks.fail("layer_id", "an int or an array [1]", repr(layer_id))
-    if hasattr(layer_id, "__index__") and not hasattr(layer_id, "shape"):
+    if isinstance(layer_id, np.integer) or (
+        hasattr(layer_id, "__index__") and not hasattr(layer_id, "shape")
+    ):
         return None, int(layer_id.__index__())
     return layer_id, None
 
