@@ -27,8 +27,10 @@ from kvcore.float4 import pack_float4, unpack_float4
 from kvcore.ops.gather_pa import gather_pa_kv_cache, plan_gather_pa_kv_cache
 from kvcore.ops.kv_cache_update import kv_cache_update, plan_kv_cache_update
 from kvcore.ops.scatter_pa import (
+    plan_scatter_pa_cache,
     plan_scatter_pa_kv_cache,
     reshape_and_cache,
+    scatter_pa_cache,
     scatter_pa_kv_cache,
 )
 from kvcore.ops.scenario import Scenario, scenario_of
@@ -60,8 +62,10 @@ __all__ = [
     "pack_float4",
     "plan_gather_pa_kv_cache",
     "plan_kv_cache_update",
+    "plan_scatter_pa_cache",
     "plan_scatter_pa_kv_cache",
     "reshape_and_cache",
+    "scatter_pa_cache",
     "scatter_pa_kv_cache",
     "scenario_of",
     "set_num_threads",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["NZ_BYTES", "Lane", "Level", "make_lane"]
+__all__ = ["NZ_BYTES", "Lane", "Level", "WindowLane", "make_lane"]
 
 #: Bytes of one FRACTAL_NZ column, for every dtype (32 // itemsize elements).
 NZ_BYTES = 32
@@ -28,6 +28,26 @@ class Lane(NamedTuple):
     piece_bytes: int
     token_bytes: int
     tiled: bool
+
+
+class WindowLane(NamedTuple):
+    """One cache with its source where a (batch, head) at a time is written; steps in bytes.
+
+    Row r of the cache holds ``items`` items of one head; token t of the batch that begins at
+    start s lies at s * start_stride + t * tok_stride, its heads head_stride apart.
+    """
+
+    tok_arg: int
+    page_arg: int
+    start_stride: int
+    tok_stride: int
+    head_stride: int
+    tok_step: int
+    block_stride: int
+    row_stride: int
+    page_step: int
+    items: int
+    item_bytes: int
 
 
 def coalesce(levels: list[Level], item_bytes: int) -> tuple[tuple[Level, ...], int]:

@@ -7,7 +7,7 @@ where the document is silent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,74 +18,33 @@ from kvcore._core.plan import Operator, Plan, Spec
 from kvcore.dtypes import DType
 from kvcore.errors import ParamNullError
 from kvcore.ops import checks, compress, soc_scatter
+from kvcore.ops.scatter_case import (
+    ARGUMENTS,
+    COMPRESS_LENS,
+    COMPRESS_SEQ_OFFSET,
+    KEY,
+    KEY_CACHE,
+    SEQ_LENS,
+    SLOT_MAPPING,
+    VALUE,
+    VALUE_CACHE,
+    Case,
+    Infos,
+)
 from kvcore.soc import SoC
 
 __all__ = [
     "Case",
     "classify",
+    "plan_scatter_pa_cache",
     "plan_scatter_pa_kv_cache",
     "reshape_and_cache",
+    "scatter_pa_cache",
     "scatter_pa_kv_cache",
 ]
 
-ARGUMENTS = (
-    "key",
-    "key_cache",
-    "slot_mapping",
-    "value",
-    "value_cache",
-    "compress_lens",
-    "compress_seq_offset",
-    "seq_lens",
-)
-(
-    KEY,
-    KEY_CACHE,
-    SLOT_MAPPING,
-    VALUE,
-    VALUE_CACHE,
-    COMPRESS_LENS,
-    COMPRESS_SEQ_OFFSET,
-    SEQ_LENS,
-) = range(8)
 CACHE_MODES = ("Norm", "PA_NZ")
 SCATTER_MODES = ("None", "Alibi", "Rope", "Omni", "Nct", "NHSD")
-Infos = tuple[ArrayInfo | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What a call's shapes, dtypes and modes amount to, every rule about them checked.
-
-    number: scenario 1 to 7. rule: "rows", "Nct", "Alibi", "Rope" or "Omni".
-    tokens: T (scenario 3: B * S). Sizes count stored items (float4: pairs).
-    """
-
-    number: int
-    rule: str
-    cache_mode: str
-    scatter_mode: str
-    infos: Infos
-    key_only: bool
-    tokens: int
-    heads: int
-    head_size: int
-    value_head_size: int
-    blocks: int
-    block_size: int
-    dtype: DType
-    value_dtype: DType
-    index_dtype: DType
-    strides: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-    def lanes(self) -> list[tuple[int, int, int]]:
-        """(source argument, cache argument, head size) per lane."""
-        both = [
-            (KEY, KEY_CACHE, self.head_size),
-            (VALUE, VALUE_CACHE, self.value_head_size),
-        ]
-        return both[:1] if self.key_only else both
 
 
 def classify(infos: Infos, params: tuple[Any, ...]) -> Case:
@@ -310,6 +269,8 @@ def _check_lanes(case: Case) -> Case:
         _check_nz(case)
     elif case.rule == "Nct":
         _check_nct(case)
+    elif case.number in (3, 4, 5):
+        compress.check(case)
     for _, cache_arg, _ in case.lanes():
         cache = infos[cache_arg]
         assert cache is not None
@@ -445,6 +406,8 @@ def _slot_fault(blocks: int, block_size: int, index: int, slot: int) -> Exceptio
 
 
 _SCATTER = Operator("scatter_pa_kv_cache", ARGUMENTS, _resolve)
+# The same arguments, of which value and value_cache are never given.
+_SCATTER_KEY = Operator("scatter_pa_cache", ARGUMENTS, _resolve)
 
 
 def scatter_pa_kv_cache(
@@ -579,3 +542,57 @@ def reshape_and_cache(
 ) -> None:
     """scatter_pa_kv_cache in vLLM's word and argument order; same keywords."""
     scatter_pa_kv_cache(key, key_cache, slot_mapping, value, value_cache, **keywords)
+
+
+def scatter_pa_cache(
+    key: Any,
+    key_cache: Any,
+    slot_mapping: Any,
+    *,
+    compress_lens: Any = None,
+    compress_seq_offset: Any = None,
+    seq_lens: Any = None,
+    dtype: Any = None,
+    soc: Any = None,
+    backend: Any = None,
+    num_threads: int | None = None,
+) -> None:
+    """scatter_pa_kv_cache of the key alone: one row per token, or compression.
+
+    key:          [T, H, D], with key_cache [nb, bs, H, D] and slot_mapping [T]; or [B, S, H, D]
+                  with key_cache [nb, bs, 1, D], slot_mapping [B, H], compress_lens, seq_lens and,
+                  for means ("Rope"), compress_seq_offset. Without the last it is "Alibi".
+    key_cache:    written.
+    Everything else is as in scatter_pa_kv_cache.
+    Source: CANN aclnnScatterPaCache.
+    """
+    _SCATTER_KEY.call(
+        (key, key_cache, slot_mapping, None, None, compress_lens, compress_seq_offset, seq_lens),
+        ("Norm", "None", None, None, dtype, None),
+        soc,
+        backend,
+        num_threads,
+    )
+
+
+def plan_scatter_pa_cache(
+    key: Any,
+    key_cache: Any,
+    slot_mapping: Any,
+    *,
+    compress_lens: Any = None,
+    compress_seq_offset: Any = None,
+    seq_lens: Any = None,
+    dtype: Any = None,
+    soc: Any = None,
+    backend: Any = None,
+    num_threads: int | None = None,
+) -> Plan:
+    """A Plan of scatter_pa_cache with the same arguments: run() it any number of times."""
+    return _SCATTER_KEY.plan(
+        (key, key_cache, slot_mapping, None, None, compress_lens, compress_seq_offset, seq_lens),
+        ("Norm", "None", None, None, dtype, None),
+        soc,
+        backend,
+        num_threads,
+    )
