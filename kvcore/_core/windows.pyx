@@ -157,7 +157,7 @@ cdef class WindowsSpec(Spec):
                 raise self.words("slot", i, slots[i], rows)
             totals.rows += rows
             totals.tokens += heads[i] + mean + n - tails[i]
-        return 0
+        return self.warn_of_values(plan)
 
     cdef object execute(self, Plan plan):
         cdef windows_job job

@@ -34,6 +34,7 @@ from kvcore.ops.scatter_case import (
 from kvcore.soc import SoC
 
 __all__ = [
+    "ARGUMENTS",
     "Case",
     "classify",
     "plan_scatter_pa_cache",
@@ -385,6 +386,12 @@ def _resolve(infos: Infos, params: tuple[Any, ...], soc: SoC | None) -> Spec:
     return spec if soc is None else soc_scatter.apply(spec, case, soc)
 
 
+def _resolve_key(infos: Infos, params: tuple[Any, ...], soc: SoC | None) -> Spec:
+    case = classify(infos, params)
+    spec = compress.resolve(case, soc) if case.number == 3 else _slot_spec(case, soc)
+    return spec if soc is None else soc_scatter.apply(spec, case, soc, soc_scatter.KEY_ONLY)
+
+
 def _slot_spec(case: Case, soc: SoC | None) -> Spec:
     outputs = tuple(cache_arg for _, cache_arg, _ in case.lanes())
     lanes = [_row_lane(case, i, *lane) for i, lane in enumerate(case.lanes())]
@@ -407,7 +414,7 @@ def _slot_fault(blocks: int, block_size: int, index: int, slot: int) -> Exceptio
 
 _SCATTER = Operator("scatter_pa_kv_cache", ARGUMENTS, _resolve)
 # The same arguments, of which value and value_cache are never given.
-_SCATTER_KEY = Operator("scatter_pa_cache", ARGUMENTS, _resolve)
+_SCATTER_KEY = Operator("scatter_pa_cache", ARGUMENTS, _resolve_key)
 
 
 def scatter_pa_kv_cache(
