@@ -343,7 +343,17 @@ cdef class Queue:
     @property
     def idle(self):
         """True when nothing is queued or running."""
-        return self.state == IDLE
+        return self.at_rest()
+
+    cdef inline bint at_rest(self) noexcept:
+        # A host that was told by the last record may ask before the worker has put the queue
+        # down; there is nothing left to run all the same.
+        cdef Op op = self.running
+        if self.state == IDLE:
+            return True
+        if self.pending:
+            return False
+        return op is None or (op.kind == RECORD and op.mark.outcome != PENDING)
 
     def launch(self, plan):
         """Queue one run of a plan and return at once.
@@ -490,7 +500,7 @@ cdef class Queue:
     cdef int place(self, Op op) except -1:
         """Queue a record; on an idle queue it is reached at once, and no worker is troubled."""
         cdef Mark mark = op.mark
-        if self.state != IDLE:
+        if not self.at_rest():
             self.push(op)
             return 0
         mark.time = now()
