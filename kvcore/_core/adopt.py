@@ -2,7 +2,8 @@
 """The slow door for arrays: everything but a plain numpy array of a known dtype.
 
 ``read`` returns (address, shape, strides in bytes, dtype row, item size, read-only, on a device,
-what to keep alive) and words every error about an object that is no usable array.
+what to keep alive) and words every error about an object that is no usable array.  Whether sizes and strides stay inside memory is tested by its caller, arrays.pyx, in
+compiled code; ``settle`` words the error where they do not.
 """
 
 from __future__ import annotations
@@ -15,14 +16,27 @@ import numpy as np
 
 from kvcore import dtypes
 from kvcore._core import dlpack
-from kvcore.errors import ParamInvalidError, ParamNullError, fail
+from kvcore.errors import KVCoreError, ParamInvalidError, ParamNullError, fail
 
-__all__ = ["Reading", "as_raw", "dtype_name", "is_fixed", "not_an_array", "numpy_dtype", "read"]
+__all__ = [
+    "Reading",
+    "as_raw",
+    "dtype_name",
+    "is_fixed",
+    "not_an_array",
+    "numpy_dtype",
+    "read",
+    "row_of_name",
+    "settle",
+    "torch_tensor_type",
+]
 
 Reading = tuple[int, tuple[int, ...], tuple[int, ...], int, int, bool, bool, Any]
 
 MAX_RANK = 8
+MAX_BYTES = 2**63 - 1
 NOT_IN_TABLE = -1
+HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost
 # Unpacked float4 types of numpy extension packages: one byte an element.
 UNPACKED_FLOAT4 = {
     "float4_e2m1fn": "float4_e2m1",
@@ -31,20 +45,24 @@ UNPACKED_FLOAT4 = {
     "float4_e1m2fn": "float4_e1m2",
 }
 TORCH_NAMES = {"float4_e2m1fn_x2": "float4_e2m1"}
+# Rows of torch dtypes as they are met, by the dtype itself.
+_torch_rows: dict[Any, int] = {}
 
 
 def numpy_dtype(row: dtypes.DType) -> np.dtype[Any] | None:
     """numpy's dtype of that row, None where no installed package has one (or it is packed)."""
+    kind: np.dtype[Any] | None = None
     if row.packed:
         return None
     if row.name in ("bfloat16", "float8_e5m2", "float8_e4m3fn"):
-        known: np.dtype[Any] = np.dtype(getattr(ml_dtypes, row.name))
-        return known
-    if row.name == "hifloat8":
+        kind = np.dtype(getattr(ml_dtypes, row.name))
+    elif row.name == "hifloat8":
         # en_dtypes is optional and slow to import: its arrays are known by name once they appear.
         package = sys.modules.get("en_dtypes")
-        return None if package is None else np.dtype(package.hifloat8)
-    return np.dtype(row.name)
+        kind = None if package is None else np.dtype(package.hifloat8)
+    else:
+        kind = np.dtype(row.name)
+    return kind
 
 
 def not_an_array(obj: object, name: str) -> ParamInvalidError | ParamNullError:
@@ -69,70 +87,99 @@ def read(obj: Any, name: str) -> Reading:
     """Describe any array; raises ParamNullError or ParamInvalidError naming the argument."""
     if isinstance(obj, np.ndarray):
         return _numpy(obj, name, None)
-    inner = getattr(obj, "__kvcore_array__", None)
-    if inner is not None:
-        return _numpy(inner, name, inner)
     if _is_torch(obj):
         return _torch(obj, name)
     if obj is None or isinstance(obj, np.generic | str | int | float | list | tuple | dict):
         raise not_an_array(obj, name)
-    if hasattr(obj, "__array_interface__"):
-        try:
-            array = np.asarray(obj)
-            shared = array.ctypes.data == obj.__array_interface__["data"][0] or array.size == 0
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            raise _unreadable(name, "__array_interface__", error) from error
-        if not shared:
-            fail(name, "an __array_interface__ that shares memory", "a copy")
-        return _numpy(array, name, array)
-    if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
+    inner = _attribute(obj, "__kvcore_array__", name)
+    if isinstance(inner, np.ndarray):
+        return _numpy(inner, name, inner)
+    interface = _attribute(obj, "__array_interface__", name)
+    if interface is not None:
+        return _from_interface(obj, interface, name)
+    if hasattr(type(obj), "__dlpack__"):
         return _dlpack(obj, name)
     try:
         view = memoryview(obj)
     except TypeError:
         raise not_an_array(obj, name) from None
+    except (ValueError, BufferError) as error:  # released, closed
+        raise _unreadable(name, "buffer", error) from error
     try:
-        array = np.asarray(view)
-    except (TypeError, ValueError, RuntimeError) as error:
+        # Without copy=False numpy makes a list of what it cannot describe: a copy.
+        array = np.asarray(view, copy=False)
+    except Exception as error:
         raise _unreadable(name, "buffer", error) from error
     return _numpy(array, name, array)
 
 
-class _Raw:
-    """Shared memory as a raw unsigned numpy array; holds its owner."""
+class _Interface:
+    """One reading of an __array_interface__; holds its owner."""
 
-    def __init__(self, reading: Reading, owner: object) -> None:
-        address, shape, strides, _, itemsize, read_only, _, _ = reading
+    def __init__(self, interface: object, owner: object) -> None:
+        self.__array_interface__ = interface
         self.owner = owner
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, read_only),
-            "shape": shape,
-            "strides": strides,
-            "typestr": f"{'<' if sys.byteorder == 'little' else '>'}u{itemsize}"
-            if itemsize > 1
-            else "|u1",
-        }
+
+
+def _attribute(obj: Any, attribute: str, name: str) -> Any:
+    try:
+        return getattr(obj, attribute, None)
+    except KVCoreError:  # a buffer that was freed says so itself
+        raise
+    except Exception as error:
+        raise _unreadable(name, attribute, error) from error
+
+
+def _from_interface(obj: Any, interface: Any, name: str) -> Reading:
+    try:
+        array = np.asarray(_Interface(interface, obj), copy=False)
+        told = interface.get("data")
+        shared = not isinstance(told, tuple) or array.ctypes.data == told[0] or array.size == 0
+    except Exception as error:
+        raise _unreadable(name, "__array_interface__", error) from error
+    if not shared:
+        fail(name, "an __array_interface__ with an address", f"data {told}")
+    return _numpy(array, name, array)
 
 
 def as_raw(obj: Any, name: str) -> np.ndarray[Any, Any]:
     """A numpy view of any array as unsigned items of its size, sharing its memory."""
-    reading = read(obj, name)
-    if reading[4] not in (1, 2, 4, 8):
+    reading = settle(read(obj, name), name)
+    address, shape, strides, _, itemsize, read_only, *_ = reading
+    if itemsize not in (1, 2, 4, 8):
         fail(name, "items of 1, 2, 4 or 8 bytes", f"dtype {dtype_name(obj)}")
-    return np.asarray(_Raw(reading, (obj, reading[7])))
+    interface = {
+        "version": 3,
+        "data": (address, read_only),
+        "shape": shape,
+        "strides": strides,
+        "typestr": np.dtype(f"u{itemsize}").str,
+    }
+    return np.asarray(_Interface(interface, (obj, reading)))
 
 
 def is_fixed(obj: Any) -> bool:
     """Whether the object's memory and shape cannot change while something keeps it exported."""
-    return not (isinstance(obj, np.ndarray) or _is_torch(obj) or hasattr(obj, "__kvcore_array__"))
+    return not (
+        isinstance(obj, np.ndarray)
+        or _is_torch(obj)
+        or hasattr(obj, "__kvcore_array__")
+        or hasattr(obj, "__array_interface__")
+    )
 
 
 def dtype_name(obj: Any) -> str:
     """The dtype's name as its owner spells it, for messages."""
     inner = getattr(obj, "__kvcore_array__", obj)
     found = getattr(inner, "dtype", None)
-    return type(obj).__name__ if found is None else str(found).removeprefix("torch.")
+    if found is not None:
+        spelled: str = str(found)
+        return spelled.removeprefix("torch.")
+    if hasattr(inner, "__array_interface__"):
+        return str(np.dtype(inner.__array_interface__["typestr"]))
+    if hasattr(type(inner), "__dlpack__"):
+        return dlpack.import_tensor(inner).dtype_name
+    return str(np.asarray(memoryview(inner)).dtype)
 
 
 def _unreadable(name: str, what: str, error: Exception) -> ParamInvalidError:
@@ -144,20 +191,47 @@ def _unreadable(name: str, what: str, error: Exception) -> ParamInvalidError:
     )
 
 
+def settle(reading: Reading, name: str) -> Reading:
+    """The same with strides of 64 bits; raises when no memory can hold the array."""
+    address, shape, strides, row, itemsize, read_only, on_device, owner = reading
+    if len(shape) > MAX_RANK:
+        fail(name, f"at most {MAX_RANK} axes", len(shape))
+    low, high, nbytes = address, address + itemsize, itemsize
+    for size, step in zip(shape, strides, strict=True):
+        if size < 0:
+            fail(name, "sizes that are not negative", list(shape))
+        nbytes *= max(size, 1)
+        if size > 1:
+            low, high = low + min(0, (size - 1) * step), high + max(0, (size - 1) * step)
+    if nbytes > MAX_BYTES:
+        fail(name, "less than 2**63 bytes", f"shape {list(shape)}")
+    if 0 not in shape:
+        if address == 0:
+            fail(name, "an array with memory", "a null pointer")
+        if low <= 0 or high > MAX_BYTES:
+            seen = f"shape {tuple(shape)}, strides {tuple(strides)} bytes"
+            fail(name, "strides inside the address space", seen)
+    # Those of an axis of one or of an empty array mean nothing and may be anything.
+    strides = tuple([step if -MAX_BYTES <= step <= MAX_BYTES else 0 for step in strides])
+    return address, shape, strides, row, itemsize, read_only, on_device, owner
+
+
 def _numpy(array: Any, name: str, owner: Any) -> Reading:
     if isinstance(array, np.ma.MaskedArray):
         fail(name, "an array without a mask", "a MaskedArray")
+    if type(array) is not np.ndarray:
+        # A subclass may answer for shape or dtype what it likes.
+        array = np.ndarray.view(array, np.ndarray)
     found = array.dtype
-    if array.ndim > MAX_RANK:
-        fail(name, f"at most {MAX_RANK} axes", array.ndim)
-    if found.byteorder not in "=|" and not found.isnative:
+    if found.itemsize >= 2**31:
+        fail(name, "items of a few bytes", f"dtype {found.name}")
+    if not found.isnative:
         fail(name, "native byte order", f"dtype {found.str}")
-    row = row_of_name(str(found.name), name)
     return (
         array.ctypes.data,
         array.shape,
         array.strides,
-        row,
+        row_of_name(str(found.name), name),
         found.itemsize,
         not array.flags.writeable,
         False,
@@ -192,61 +266,41 @@ def _torch(tensor: Any, name: str) -> Reading:
     torch: Any = sys.modules["torch"]
     if tensor.layout is not torch.strided:
         fail(name, "a dense (strided) tensor", f"layout {tensor.layout}")
-    if tensor.is_quantized:
-        fail(name, "a tensor that is not quantized", str(tensor.dtype))
     if tensor.requires_grad:
-        fail(
-            name,
-            "a tensor that does not require grad (use .detach())",
-            "requires_grad=True",
-        )
+        fail(name, "a tensor that does not require grad (use .detach())", "requires_grad=True")
     if tensor.is_conj() or tensor.is_neg():
-        fail(
-            name,
-            "a tensor without a conj or neg view (use .resolve_conj())",
-            "a lazy view",
-        )
-    kind = tensor.device.type
-    if kind not in ("cpu", "npu"):
-        fail(
-            name,
-            "a tensor on 'cpu' (or 'npu' with the aclnn backend)",
-            f"device {kind!r}",
-        )
-    if tensor.dim() > MAX_RANK:
-        fail(name, f"at most {MAX_RANK} axes", tensor.dim())
-    spelled = str(tensor.dtype).removeprefix("torch.")
-    row = (
-        row_of_name(TORCH_NAMES.get(spelled, spelled), name)
-        if spelled not in TORCH_NAMES
-        else (dtypes.BY_NAME[TORCH_NAMES[spelled]].id)
-    )
-    itemsize = tensor.element_size()
+        fail(name, "a tensor without a conj or neg view (use .resolve_conj())", "a lazy view")
+    on_device = not tensor.is_cpu
+    if on_device and tensor.device.type != "npu":
+        seen = f"device {tensor.device.type!r}"
+        fail(name, "a tensor on 'cpu' (or 'npu' with the aclnn backend)", seen)
+    found = tensor.dtype
+    row = _torch_rows.get(found)
+    if row is None:
+        if tensor.is_quantized:
+            fail(name, "a tensor that is not quantized", str(found))
+        spelled = str(found).removeprefix("torch.")
+        known = dtypes.BY_NAME.get(TORCH_NAMES.get(spelled, spelled))
+        row = _torch_rows[found] = NOT_IN_TABLE if known is None else known.id
+    itemsize = found.itemsize
     try:
         address = tensor.data_ptr()
-    except RuntimeError as error:  # functional, fake and other tensors without storage
+        shape = tensor.shape
+        strides = tuple([step * itemsize for step in tensor.stride()])
+    except (RuntimeError, NotImplementedError) as error:  # nested, functional, fake tensors
         raise _unreadable(name, "tensor with memory of its own", error) from error
-    return (
-        address,
-        tuple(tensor.shape),
-        tuple(step * itemsize for step in tensor.stride()),
-        row,
-        itemsize,
-        False,
-        kind == "npu",
-        None,
-    )
+    return (address, shape, strides, row, itemsize, False, on_device, None)
 
 
 def _dlpack(obj: Any, name: str) -> Reading:
     try:
         holder = dlpack.import_tensor(obj)
-    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+    except Exception as error:
         raise _unreadable(name, "DLPack tensor", error) from error
-    if holder.device_type not in (1, 3, 11):  # kDLCPU, kDLCUDAHost, kDLROCMHost
+    if holder.device_type not in HOST_DEVICES:
         fail(name, "host memory", f"DLPack device type {holder.device_type}")
-    if len(holder.shape) > MAX_RANK:
-        fail(name, f"at most {MAX_RANK} axes", len(holder.shape))
+    if holder.is_copy:
+        fail(name, "memory shared with its owner", "a copy that __dlpack__() made")
     row = dtypes.BY_NAME.get(holder.dtype_name)
     return (
         holder.address,

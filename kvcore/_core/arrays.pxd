@@ -5,6 +5,9 @@ cdef enum:
     MAX_RANK = 8
     READ_ONLY = 1   # View.flags
     ON_DEVICE = 2
+    SAME = 0        # what compare() answers
+    CHANGED = 1
+    FOREIGN = 2
 
 # `head` is what a signature holds besides shape and strides: keep the four together.
 ctypedef struct View:
@@ -19,7 +22,7 @@ ctypedef struct View:
     int64_t high
 
 cdef int read_view(object obj, str name, View* view, list keep) except -1
-cdef bint unchanged(object obj, str name, const View* view) except -1
+cdef int compare(object obj, str name, const View* view) except -1
 cdef ArrayInfo info_of(object obj, str name, const View* view)
 
 cdef class ArrayInfo:

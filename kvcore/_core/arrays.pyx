@@ -45,14 +45,26 @@ cdef extern from "../_core/dlpack.h":
         uint32_t major
         int (*tensor_from_object)(void* object, kv_dl_tensor* out) except -1
 
+cdef extern from *:
+    """
+    #define kv_mul __builtin_mul_overflow
+    #define kv_add __builtin_add_overflow
+    """
+    bint kv_mul(int64_t a, int64_t b, int64_t* out)
+    bint kv_add(int64_t a, int64_t b, int64_t* out)
+
 cdef enum:
     KNOWN = 32
     DL_CPU = 1
+
+cdef int64_t MAX_STRIDE = <int64_t>1 << 47
+cdef int HIFLOAT8 = dtypes.BY_NAME["hifloat8"].id
 
 cdef PyObject* known_descr[KNOWN]
 cdef int32_t known_dtype[KNOWN]
 cdef int32_t known_size[KNOWN]
 cdef int n_known = 0
+cdef PyObject* descr_of[KNOWN]  # by row of the table
 cdef list known_refs = []
 cdef object NDARRAY = numpy.ndarray
 cdef bint mirror_is_right = False
@@ -71,22 +83,49 @@ cdef int FLOAT8_E4M3FN = dtypes.get("float8_e4m3fn").id
 cdef int FLOAT8_E5M2 = dtypes.get("float8_e5m2").id
 
 
-cdef void finish(View* view) noexcept:
-    # The extent; an array without elements touches no byte.
+cdef bint finish(View* view) noexcept:
+    """Set the extent; False when it does not lie inside the address space.
+
+    Strides that mean nothing (of an empty array, or odd ones of an axis of one) are replaced, so
+    that nobody who computes with a stride leaves 64 bits.
+    """
     cdef int i
-    cdef int64_t span
-    view.low = 0
-    view.high = view.itemsize
+    cdef int64_t span, low = 0, high = view.itemsize, base = <int64_t>view.data
+    cdef int64_t nbytes = view.itemsize
+    cdef bint empty = False
     for i in range(view.rank):
         if view.shape[i] == 0:
-            view.low = 0
-            view.high = 0
-            return
-        span = (view.shape[i] - 1) * view.strides[i]
-        if span < 0:
-            view.low += span
-        else:
-            view.high += span
+            empty = True
+        elif kv_mul(nbytes, view.shape[i], &nbytes):
+            return False
+    if empty:
+        finish_empty(view)
+        return True
+    for i in range(view.rank):
+        if view.shape[i] == 1:
+            if view.strides[i] > MAX_STRIDE or view.strides[i] < -MAX_STRIDE:
+                view.strides[i] = view.itemsize
+            continue
+        if kv_mul(view.shape[i] - 1, view.strides[i], &span):
+            return False
+        if kv_add(low if span < 0 else high, span, &low if span < 0 else &high):
+            return False
+    if base <= 0 or base + low <= 0 or kv_add(base, high, &span):
+        return False
+    view.low = low
+    view.high = high
+    return True
+
+
+cdef void finish_empty(View* view) noexcept:
+    cdef int i
+    cdef int64_t step = view.itemsize
+    for i in range(view.rank - 1, -1, -1):
+        view.strides[i] = step
+        if view.shape[i] > 1:
+            step *= view.shape[i]
+    view.low = 0
+    view.high = 0
 
 
 cdef bint read_ndarray(PyObject* obj, View* view) noexcept:
@@ -107,8 +146,29 @@ cdef bint read_ndarray(PyObject* obj, View* view) noexcept:
     for i in range(array.nd):
         view.shape[i] = array.dimensions[i]
         view.strides[i] = array.strides[i]
-    finish(view)
-    return True
+    return finish(view)
+
+
+cdef int take(tuple reading, View* view) except -1:
+    """Fill view from a Reading; 0 when it does not stay inside the address space."""
+    cdef int i
+    address, shape, strides, dtype, itemsize, read_only, on_device, _ = reading
+    if len(shape) > MAX_RANK:
+        return 0
+    view.rank = len(shape)
+    view.dtype = dtype
+    view.itemsize = itemsize
+    view.flags = (READ_ONLY if read_only else 0) | (ON_DEVICE if on_device else 0)
+    try:
+        view.data = <char*><size_t>address
+        for i in range(view.rank):
+            view.shape[i] = shape[i]
+            view.strides[i] = strides[i]
+            if view.shape[i] < 0:
+                return 0
+    except OverflowError:
+        return 0
+    return finish(view)
 
 
 cdef bint learn_exchange(type kind) except -1:
@@ -171,7 +231,7 @@ cdef bint read_exchange(object obj, View* view) except -1:
     except (BufferError, RuntimeError, ValueError, TypeError):
         return False
     view.dtype = dl_dtype(&t.dtype)
-    if view.dtype < 0 or t.device.device_type != DL_CPU or t.ndim > MAX_RANK:
+    if view.dtype < 0 or t.device.device_type != DL_CPU or not 0 <= t.ndim <= MAX_RANK:
         return False
     if t.strides == NULL and t.ndim > 0:
         return False
@@ -181,14 +241,16 @@ cdef bint read_exchange(object obj, View* view) except -1:
     view.data = <char*>t.data + t.byte_offset
     for i in range(t.ndim):
         view.shape[i] = t.shape[i]
-        view.strides[i] = t.strides[i] * view.itemsize
-    finish(view)
-    return True
+        if view.shape[i] < 0 or kv_mul(t.strides[i], view.itemsize, &view.strides[i]):
+            return False
+    return finish(view)
 
 
 cdef int read_view(object obj, str name, View* view, list keep) except -1:
-    """Fill view from obj; what must stay alive besides obj itself is appended to keep."""
-    cdef int i
+    """Fill view from obj; what must stay alive besides obj itself is appended to keep.
+
+    Returns 1 when it ran the object's own code, which may have done anything to any array, else 0.
+    """
     if obj is None:
         view.rank = -1
         view.dtype = -1
@@ -202,36 +264,26 @@ cdef int read_view(object obj, str name, View* view, list keep) except -1:
         return 0
     if read_exchange(obj, view):
         return 0
-    address, shape, strides, dtype, itemsize, read_only, on_device, owner = adopt.read(obj, name)
-    view.rank = len(shape)
-    view.dtype = dtype
-    view.itemsize = itemsize
-    view.flags = (READ_ONLY if read_only else 0) | (ON_DEVICE if on_device else 0)
-    view.data = <char*><size_t>address
-    for i in range(view.rank):
-        view.shape[i] = shape[i]
-        view.strides[i] = strides[i]
-    finish(view)
-    if owner is not None:
-        keep.append(owner)
-    return 0
+    reading = adopt.read(obj, name)
+    if not take(reading, view):
+        if not take(adopt.settle(reading, name), view):
+            raise MemoryError(f"{name}: an extent outside the address space passed the checks")
+    if type(obj) is NDARRAY and view.dtype == HIFLOAT8:
+        _learn(obj.dtype, view.dtype)  # its package came after this one
+    owner = reading[7]
+    if owner is None:
+        return 0
+    keep.append(owner)
+    return 1
 
 
-cdef bint unchanged(object obj, str name, const View* view) except -1:
-    """Whether obj still is what view says (arrays can be resized or reshaped in place)."""
-    cdef View now
+cdef bint same(const View* now, const View* view) noexcept:
     cdef int i
-    if obj is None:
-        return True
-    if not (type(obj) is NDARRAY and mirror_is_right and read_ndarray(<PyObject*>obj, &now)):
-        if not read_exchange(obj, &now):
-            if adopt.is_fixed(obj):
-                return True
-            read_view(obj, name, &now, [])
     if (
         now.data != view.data
         or now.rank != view.rank
         or now.dtype != view.dtype
+        or now.itemsize != view.itemsize
         or now.flags != view.flags
     ):
         return False
@@ -239,6 +291,43 @@ cdef bint unchanged(object obj, str name, const View* view) except -1:
         if now.shape[i] != view.shape[i] or now.strides[i] != view.strides[i]:
             return False
     return True
+
+
+cdef bint same_ndarray(const kv_ndarray* array, const View* view) noexcept:
+    # The common answer without a second View; a No is asked again by the longer way.
+    cdef int i
+    if (
+        array.data != view.data
+        or array.nd != view.rank
+        or view.dtype < 0
+        or array.descr != descr_of[view.dtype]
+        or view.flags != (0 if array.flags & KV_NDARRAY_WRITEABLE else READ_ONLY)
+    ):
+        return False
+    for i in range(view.rank):
+        if array.dimensions[i] != view.shape[i] or array.strides[i] != view.strides[i]:
+            return False
+    return True
+
+
+cdef int compare(object obj, str name, const View* view) except -1:
+    """SAME, or CHANGED when obj is not what view says (arrays can be resized or reshaped in
+    place); with FOREIGN added when the object's own code ran to find out."""
+    cdef View now
+    cdef int foreign
+    if obj is None:
+        return SAME
+    if type(obj) is NDARRAY and mirror_is_right:
+        if same_ndarray(<kv_ndarray*><PyObject*>obj, view):
+            return SAME
+        if read_ndarray(<PyObject*>obj, &now):
+            return SAME if same(&now, view) else CHANGED
+    if read_exchange(obj, &now):
+        return SAME if same(&now, view) else CHANGED
+    if adopt.is_fixed(obj):
+        return SAME | FOREIGN
+    foreign = FOREIGN if read_view(obj, name, &now, []) else 0
+    return foreign | (SAME if same(&now, view) else CHANGED)
 
 
 cdef class ArrayInfo:
@@ -277,9 +366,10 @@ def read(object obj, str name="array"):
 
 def _learn(object descr, int dtype):
     global n_known
-    if n_known == KNOWN:
+    if n_known == KNOWN or dtype >= KNOWN:
         return
     known_refs.append(descr)
+    descr_of[dtype] = <PyObject*>descr
     known_descr[n_known] = <PyObject*>descr
     known_dtype[n_known] = dtype
     known_size[n_known] = descr.itemsize

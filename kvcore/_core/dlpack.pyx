@@ -59,6 +59,7 @@ cdef class Tensor:
     cdef readonly int itemsize
     cdef readonly int device_type
     cdef readonly bint read_only
+    cdef readonly bint is_copy
 
     def __dealloc__(self):
         if self.old != NULL and self.old.deleter != NULL:
@@ -68,7 +69,7 @@ cdef class Tensor:
 
     cdef fill(self, const kv_dl_tensor* t):
         cdef int i
-        cdef int64_t step
+        cdef object item  # not a C integer: a producer may say anything
         code = (t.dtype.code, t.dtype.bits)
         if (t.dtype.code, t.dtype.bits, t.dtype.lanes) == FLOAT4_X2:
             self.dtype_name = "float4_e2m1"
@@ -80,17 +81,23 @@ cdef class Tensor:
         else:
             self.dtype_name = NAMES.get(code, f"dlpack code {code[0]} bits {code[1]}")
             self.itemsize = code[1] // 8
+        if t.ndim < 0 or t.ndim > 64:
+            raise ValueError(f"{t.ndim} axes")
+        if t.ndim > 0 and t.shape == NULL:
+            raise ValueError("no shape")
         self.device_type = t.device.device_type
         self.address = <size_t>t.data + t.byte_offset
+        if t.data == NULL and t.byte_offset:
+            raise ValueError("an offset from a null pointer")
         self.shape = tuple([t.shape[i] for i in range(t.ndim)])
+        item = self.itemsize
         if t.strides != NULL:
-            self.strides = tuple([t.strides[i] * self.itemsize for i in range(t.ndim)])
+            self.strides = tuple([item * t.strides[i] for i in range(t.ndim)])
         else:
             steps = []
-            step = self.itemsize
-            for i in range(t.ndim - 1, -1, -1):
-                steps.append(step)
-                step *= t.shape[i]
+            for size in reversed(self.shape):
+                steps.append(item)
+                item *= size
             self.strides = tuple(steps[::-1])
 
 
@@ -107,6 +114,7 @@ def import_tensor(obj):
         if tensor.new.major != 1:
             raise BufferError(f"DLPack version {tensor.new.major} is not understood")
         tensor.read_only = tensor.new.flags & 1
+        tensor.is_copy = tensor.new.flags & 2 != 0
         tensor.fill(&tensor.new.dl_tensor)
     elif PyCapsule_IsValid(capsule, b"dltensor"):
         tensor.old = <kv_dl_managed*>PyCapsule_GetPointer(capsule, b"dltensor")

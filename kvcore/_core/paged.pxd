@@ -16,11 +16,13 @@ cdef class PagedSpec(Spec):
     cdef readonly int64_t num_tokens
     cdef readonly int64_t num_slots
     cdef readonly int64_t token_bytes
+    cdef int64_t total_bytes           # of all tokens
     cdef bint gathers
     cdef object words
 
     cdef int load(self, Plan plan) except -1
     cdef int run_lanes(self, Plan plan, int64_t page_offset) except -1
+    cdef object slots_of(self, Plan plan)
 
 cdef class SlotSpec(PagedSpec):
     cdef int slot_arg

@@ -21,12 +21,14 @@ from kvcore._kernels.scan cimport (
     strictly_increasing,
 )
 
+INT64_MAX = 2**63 - 1
+
 cdef enum:
     KEEP_GIL_BYTES = 32768   # below it, giving up the GIL costs more than the copy
     REPEAT_MAP_BYTES = 65536
 
 
-cdef int fill_lane(lane_plan* out, object lane, int64_t block_size) except -1:
+cdef int fill_lane(lane_plan* out, object lane, object block_size, object num_slots) except -1:
     cdef int i = 0
     out.tok_arg = lane.tok_arg
     out.page_arg = lane.page_arg
@@ -37,7 +39,7 @@ cdef int fill_lane(lane_plan* out, object lane, int64_t block_size) except -1:
     out.lane.block_size = block_size
     out.lane.block_stride = lane.block_stride
     out.lane.row_stride = lane.row_stride
-    out.lane.flat = lane.block_stride == block_size * lane.row_stride
+    out.lane.flat = num_slots <= block_size or lane.block_stride == block_size * lane.row_stride
     out.lane.shift = block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1
     out.lane.tiled = lane.tiled
     out.lane.bytes = lane.piece_bytes
@@ -65,6 +67,7 @@ cdef dict lane_numbers(const kv_lane* lane):
         "block_size": lane.block_size,
         "block_stride": lane.block_stride,
         "row_stride": lane.row_stride,
+        "flat": lane.flat,
     }
 
 
@@ -83,8 +86,9 @@ cdef class PagedSpec(Spec):
         self.gathers = gathers
         self.token_bytes = 0
         for i, lane in enumerate(lanes):
-            fill_lane(&self.lanes[i], lane, block_size)
+            fill_lane(&self.lanes[i], lane, block_size, num_slots)
             self.token_bytes += lane.token_bytes
+        self.total_bytes = min(num_tokens * int(self.token_bytes), INT64_MAX)
 
     cdef int load(self, Plan plan) except -1:
         """Put num_tokens slots into plan.scratch, each below num_slots; negative ones skip."""
@@ -95,7 +99,7 @@ cdef class PagedSpec(Spec):
         cdef rows_job job
         cdef int i, threads, used = 0
         cdef bint ordered = False
-        cdef int64_t total = self.num_tokens * self.token_bytes
+        cdef int64_t total = self.total_bytes
         cdef unsigned char* bits
         for i in range(self.n_lanes):
             if self.lanes[i].lane.token_bytes == 0:
@@ -118,8 +122,6 @@ cdef class PagedSpec(Spec):
         job.n_tokens = self.num_tokens
         job.num_slots = self.num_slots
         job.gather = self.gathers
-        plan.copied_bytes = total
-        plan.copied_pieces = self.num_tokens * used
         plan.last = True
         threads = plan.threads_for(total)
         if threads == 1 and total < KEEP_GIL_BYTES:
@@ -138,8 +140,6 @@ cdef class PagedSpec(Spec):
 
     cdef object execute(self, Plan plan):
         if self.num_tokens == 0 or self.token_bytes == 0:
-            plan.copied_bytes = 0
-            plan.copied_pieces = 0
             plan.last = True
             return None
         self.load(plan)
@@ -154,7 +154,25 @@ cdef class PagedSpec(Spec):
         return 8 * self.num_tokens if self.token_bytes else 0
 
     def most_bytes(self, Plan plan):
-        return self.num_tokens * self.token_bytes
+        return self.total_bytes
+
+    def moved(self, Plan plan):
+        cdef int i
+        if self.num_tokens == 0 or self.token_bytes == 0:
+            return 0, 0
+        slots = self.slots_of(plan)
+        used = slots[slots >= 0]
+        pieces = 0
+        for i in range(self.n_lanes):
+            if self.lanes[i].lane.token_bytes:
+                pieces += ranges.count_pieces(lane_numbers(&self.lanes[i].lane), slots)
+        return used.size * int(self.token_bytes), pieces
+
+    cdef object slots_of(self, Plan plan):
+        """A copy of the slots of the last run."""
+        return numpy.frombuffer(
+            PyBytes_FromStringAndSize(<char*>plan.scratch, self.num_tokens * 8), numpy.int64
+        )
 
     def accesses(self, Plan plan):
         if self.num_tokens == 0 or self.token_bytes == 0:
@@ -163,9 +181,7 @@ cdef class PagedSpec(Spec):
 
     def row_accesses(self, Plan plan, int64_t page_offset):
         cdef int i
-        slots = numpy.frombuffer(
-            PyBytes_FromStringAndSize(<char*>plan.scratch, self.num_tokens * 8), numpy.int64
-        )
+        slots = self.slots_of(plan)
         linear, paged = [], []
         cdef kv_lane lane
         for i in range(self.n_lanes):
@@ -207,7 +223,7 @@ cdef class SlotSpec(PagedSpec):
     def accesses(self, Plan plan):
         found = PagedSpec.accesses(self, plan)
         extent = plan.extent(self.slot_arg)
-        if extent is not None:
+        if extent is not None and self.token_bytes:  # without bytes a token the slots are not read
             found[0].append((self.slot_arg, numpy.array([extent], numpy.int64)))
         return found
 
@@ -257,11 +273,12 @@ cdef class AppendSpec(PagedSpec):
         return layer
 
     cdef int load(self, Plan plan) except -1:
-        cdef int64_t n = self.num_tokens + 2 * self.batch
-        cdef int64_t* slots = plan.reserve(n)
+        # scratch: the slots, the two index arrays, the layer
+        cdef int64_t* slots = plan.reserve(self.num_tokens + 2 * self.batch + 1)
         cdef int64_t* offsets = slots + self.num_tokens
         cdef int64_t* lengths = offsets + self.batch
         cdef int64_t b, j, first, total = 0
+        lengths[self.batch] = self.layer_of(plan)
         load_indices(plan.views[self.offset_arg].data, plan.views[self.offset_arg].strides[0],
                      plan.views[self.offset_arg].itemsize, self.batch, offsets)
         load_indices(plan.views[self.length_arg].data, plan.views[self.length_arg].strides[0],
@@ -295,25 +312,28 @@ cdef class AppendSpec(PagedSpec):
                 raise self.words("soc token_offset", b, offset, self.max_seq)
         return 0
 
+    cdef int64_t page_offset(self, Plan plan) noexcept:
+        return plan.scratch[self.num_tokens + 2 * self.batch] * self.layer_stride
+
     cdef object execute(self, Plan plan):
-        cdef int64_t layer = self.layer_of(plan)
         self.load(plan)
         if self.num_tokens == 0 or self.token_bytes == 0:
-            plan.copied_bytes = 0
-            plan.copied_pieces = 0
             plan.last = True
         else:
-            self.run_lanes(plan, layer * self.layer_stride)
+            self.run_lanes(plan, self.page_offset(plan))
         return plan.arrays[self.lanes[0].page_arg]
 
     cdef object check_values(self, Plan plan):
-        self.layer_of(plan)
         self.load(plan)
+
+    def workspace_size(self, Plan plan):
+        return 8 * (self.num_tokens + 2 * self.batch + 1)
 
     def accesses(self, Plan plan):
         if self.num_tokens == 0 or self.token_bytes == 0:
-            return [], []
-        found = self.row_accesses(plan, self.layer_of(plan) * self.layer_stride)
+            found = [], []
+        else:
+            found = self.row_accesses(plan, self.page_offset(plan))
         for i in (self.layer_arg, self.offset_arg, self.length_arg):
             extent = plan.extent(i)
             if extent is not None:

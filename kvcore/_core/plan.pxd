@@ -28,15 +28,20 @@ cdef class Plan:
     cdef list keep
     cdef View views[MAX_ARRAYS]
     cdef int num_threads               # 0: automatic
-    cdef bint busy
-    cdef bint ran
+    cdef int state                     # IDLE, BUSY or LENT
+    cdef unsigned long runner          # the thread that a run is in
+    cdef bint unproven                 # foreign code ran since the views were read
     cdef int64_t* scratch              # private copies of index arrays
     cdef int64_t scratch_size
     cdef int64_t copied_bytes
     cdef int64_t copied_pieces
-    cdef readonly object last          # what the last run leaves for touched()
+    cdef readonly object last          # not None once a run came to its end: touched() is exact
 
     cdef int64_t* reserve(self, int64_t count) except NULL
+    cdef int verify(self) except -1
+    cdef object changed(self, int i)
+    cdef int enter(self) except -1
+    cdef object borrow(self, bint execute)
     cdef int threads_for(self, int64_t nbytes) except -1
 
 cdef class Operator:

@@ -12,13 +12,16 @@ on contents is tested by Spec.execute at each run.
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.contextvars cimport PyContextVar_Get
 from cpython.object cimport PyObject
+from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy, strncmp
 
+import numpy
+
 from kvcore import soc as _soc, threads as _threads
 from kvcore._core import overlap, portability, settings
-from kvcore._core.arrays cimport ON_DEVICE, View, info_of, read_view, unchanged
+from kvcore._core.arrays cimport CHANGED, FOREIGN, ON_DEVICE, View, compare, info_of, read_view
 from kvcore.errors import ParamInvalidError, StreamError
 
 cdef extern from "unistd.h":
@@ -27,11 +30,20 @@ cdef extern from "unistd.h":
 cdef enum:
     MAX_SPECS = 4096       # signatures remembered by one operator
     HEAD_BYTES = 16
+    MAX_DISJOINT = 128     # distances remembered by one spec
     PARALLEL_BYTES = 262144  # below it a second thread costs more than it moves
 
+cdef enum:  # Plan.state
+    IDLE
+    BUSY
+    LENT    # the backend is running: it may call the plan's own methods
+
+cdef object NDARRAY = numpy.ndarray
 cdef object SOC_VAR = _soc.CURRENT
 cdef object BACKEND_VAR = settings.BACKEND
 cdef int usable_cores = _threads.usable_cores()
+cdef int64_t MAX_SCRATCH = <int64_t>1 << 59
+cdef bint making = False  # true inside Operator.make, the only maker of plans
 
 
 cdef bint has_environment() noexcept:
@@ -101,6 +113,10 @@ cdef class Spec:
         """Payload bytes a run copies at the most."""
         return 0
 
+    def moved(self, Plan plan):
+        """(payload bytes, contiguous pieces) of the last run."""
+        return plan.copied_bytes, plan.copied_pieces
+
 
 cdef class Plan:
     """One prepared call.  Made by the plan_* functions; may run many times.
@@ -108,6 +124,10 @@ cdef class Plan:
     run() re-reads the contents of the arrays, checks the values and moves the bytes.  It may be
     called from any thread, one run at a time.
     """
+
+    def __cinit__(self):
+        if not making:
+            raise TypeError("a Plan is made by the plan_* functions")
 
     def __dealloc__(self):
         free(self.scratch)
@@ -125,13 +145,14 @@ cdef class Plan:
         return tuple([self.views[i].shape[axis] for axis in range(self.views[i].rank)])
 
     cdef int64_t* reserve(self, int64_t count) except NULL:
-        cdef int64_t* grown
+        cdef int64_t* grown = NULL
         if count < 1:
             count = 1
         if count > self.scratch_size:
-            grown = <int64_t*>realloc(self.scratch, <size_t>(count * 8))
+            if count <= MAX_SCRATCH:
+                grown = <int64_t*>realloc(self.scratch, <size_t>(count * 8))
             if grown == NULL:
-                raise MemoryError(f"{count * 8} bytes for a copy of the index arrays")
+                raise MemoryError(f"{self.operator.name}: {count} index values do not fit memory")
             self.scratch = grown
             self.scratch_size = count
         return self.scratch
@@ -144,6 +165,45 @@ cdef class Plan:
         count = _threads.default_threads()
         return count if count > 0 else usable_cores
 
+    cdef int verify(self) except -1:
+        """Raise unless every array is what was planned."""
+        cdef int i, found, seen = 0
+        for i in range(self.operator.n_arrays):
+            found = compare(self.arrays[i], self.operator.arguments[i], &self.views[i])
+            if found & CHANGED:
+                raise self.changed(i)
+            seen |= found
+        if seen & FOREIGN:
+            # An array's own code ran: look again at those that have none.
+            for i in range(self.operator.n_arrays):
+                if type(self.arrays[i]) is NDARRAY and compare(
+                    self.arrays[i], self.operator.arguments[i], &self.views[i]
+                ) & CHANGED:
+                    raise self.changed(i)
+        return 0
+
+    cdef object changed(self, int i):
+        """The error for an array that is no longer what was planned."""
+        name = self.operator.arguments[i]
+        expected = "the memory, shape and dtype it was planned with"
+        return ParamInvalidError(
+            f"{name}: expected {expected}, got an array that changed since; make a new plan",
+            argument=name,
+            seen="an array that changed since",
+            expected=expected,
+        )
+
+    cdef int enter(self) except -1:
+        """Take the plan for a run; 1 when this thread's run lent it to a backend, else 0."""
+        if self.state == LENT and self.runner == PyThread_get_thread_ident():
+            return 1
+        if self.state != IDLE:
+            raise StreamError(
+                f"{self.operator.name}: expected one run of a plan at a time, "
+                "got a second while the first is running"
+            )
+        return 0
+
     def run(self):
         """Check the contents and move the bytes; returns what the operator returns.
 
@@ -151,37 +211,42 @@ cdef class Plan:
         memory or shape is no longer what was planned, and the operator's errors about values.
         An error leaves every array as it was.
         """
-        cdef int i
-        if self.busy:
+        if self.enter():
             raise StreamError(
-                f"{self.operator.name}: expected one run of a plan at a time, "
-                "got a second while the first is running"
+                f"{self.operator.name}: expected a backend to call run_on_cpu(), got run()"
             )
-        self.busy = True
+        self.state = BUSY
         try:
-            if self.ran:
-                for i in range(self.operator.n_arrays):
-                    if not unchanged(self.arrays[i], self.operator.arguments[i], &self.views[i]):
-                        name = self.operator.arguments[i]
-                        raise ParamInvalidError(
-                            f"{name}: expected the memory, shape and dtype it was planned with, "
-                            "got an array that changed since; make a new plan",
-                            argument=name,
-                        )
-            self.ran = True
-            if self.backend is not None:
-                return self.prepared()
-            return self.spec.execute(self)
+            self.verify()
+            self.last = None
+            if self.backend is None:
+                return self.spec.execute(self)
+            self.runner = PyThread_get_thread_ident()
+            self.state = LENT
+            return self.prepared()
         finally:
-            self.busy = False
+            self.state = IDLE
 
     def check_values(self):
         """Check the contents as run() does, and move nothing."""
-        self.spec.check_values(self)
+        self.borrow(False)
 
     def run_on_cpu(self):
         """Run this library's own kernels whatever the backend; for backends to call."""
-        return self.spec.execute(self)
+        return self.borrow(True)
+
+    cdef object borrow(self, bint execute):
+        cdef int state = LENT if self.enter() else IDLE
+        self.state = BUSY
+        try:
+            if state == IDLE:
+                self.verify()
+            self.last = None
+            if execute:
+                return self.spec.execute(self)
+            self.spec.check_values(self)
+        finally:
+            self.state = state
 
     def infos(self):
         """ArrayInfo of each argument, None for those not given."""
@@ -204,12 +269,12 @@ cdef class Plan:
     @property
     def bytes_moved(self):
         """Payload bytes the last run copied; before a run, the most one can copy."""
-        return self.copied_bytes if self.last is not None else self.spec.most_bytes(self)
+        return self.spec.most_bytes(self) if self.last is None else self.spec.moved(self)[0]
 
     @property
     def num_descriptors(self):
-        """Contiguous pieces the last run copied."""
-        return self.copied_pieces
+        """Contiguous pieces the last run copied; before a run, 0."""
+        return 0 if self.last is None else self.spec.moved(self)[1]
 
     @property
     def reads(self):
@@ -256,7 +321,10 @@ cdef class Operator:
     cdef Plan make(
         self, tuple arrays, tuple params, object soc, object backend, object num_threads
     ):
+        global making
+        making = True
         cdef Plan plan = Plan.__new__(Plan)
+        making = False
         cdef char packed[MAX_ARRAYS * (HEAD_BYTES + 128)]
         cdef int64_t used = 0
         cdef int i, axes
@@ -268,7 +336,8 @@ cdef class Operator:
         plan.params = params
         plan.keep = []
         for i in range(self.n_arrays):
-            read_view(arrays[i], self.arguments[i], &plan.views[i], plan.keep)
+            if read_view(arrays[i], self.arguments[i], &plan.views[i], plan.keep):
+                plan.unproven = True
             memcpy(packed + used, &plan.views[i].rank, HEAD_BYTES)
             used += HEAD_BYTES
             if plan.views[i].rank > 0:
@@ -292,18 +361,20 @@ cdef class Operator:
         signature = (PyBytes_FromStringAndSize(packed, used), params, soc)
         try:
             found = None if outside else self.specs.get(signature)
-        except TypeError:  # an unhashable parameter: the resolver words the error
-            found = self.resolver(plan.infos(), params, soc)
-            signature = None
+        except Exception:  # a parameter without a hash: the resolver words the error
+            found, signature = None, None
         if found is None:
+            plan.unproven = True
             found = self.resolver(plan.infos(), params, soc)
-            if len(self.specs) >= MAX_SPECS:
-                self.specs.clear()
-            self.specs[signature] = found
+            if signature is not None and not outside:
+                if len(self.specs) >= MAX_SPECS:
+                    self.specs.clear()
+                self.specs[signature] = found
         spec = <Spec?>found
         plan.spec = spec
         self.keep_apart(plan, spec)
         if spec.warnings:
+            plan.unproven = True
             for text in spec.warnings:
                 portability.warn(text)
         if on_device or environment or backend is not None or settings.active:
@@ -332,8 +403,9 @@ cdef class Operator:
                     continue
                 meeting = (i, j, <int64_t>(b.data - a.data))
                 if meeting not in spec.disjoint:
+                    plan.unproven = True
                     overlap.check_apart(plan.infos(), i, j)
-                    if len(spec.disjoint) >= MAX_SPECS:
+                    if len(spec.disjoint) >= MAX_DISJOINT:
                         spec.disjoint.clear()
                     spec.disjoint.add(meeting)
         return 0
@@ -345,9 +417,8 @@ cdef class Operator:
     def call(self, tuple arrays, tuple params, soc=None, backend=None, num_threads=None):
         """plan(...).run()"""
         cdef Plan plan = self.make(arrays, params, soc, backend, num_threads)
-        if plan.backend is not None:
+        if plan.unproven or plan.backend is not None:
             return plan.run()
-        plan.ran = True
         return plan.spec.execute(plan)
 
     def spec_for(self, tuple infos, tuple params, soc=None):

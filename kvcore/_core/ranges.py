@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvcore._core.overlap import merge
 
-__all__ = ["linear", "paged"]
+__all__ = ["count_pieces", "linear", "paged"]
 
 Indices = NDArray[np.int64]
 
@@ -39,3 +40,18 @@ def paged(lane: Any, base: int, slots: Indices) -> Indices:
     size = lane["block_size"]
     starts = used // size * lane["block_stride"] + used % size * lane["row_stride"]
     return _pieces(lane, starts + base, lane["page_step"])
+
+
+def count_pieces(lane: Any, slots: Indices) -> int:
+    """Contiguous pieces that a run copies in one lane, neighbours joined as the kernel does."""
+    used = slots >= 0
+    if lane["levels"]:
+        per_token: int = math.prod(lane["n"])
+        return int(used.sum()) * per_token
+    bytes_ = lane["bytes"]
+    if lane["tok_inner"] or lane["tok_stride"] != bytes_ or lane["row_stride"] != bytes_:
+        return int(used.sum())
+    joined = used[1:] & used[:-1] & (slots[1:] == slots[:-1] + 1)
+    if not lane["flat"]:
+        joined &= slots[1:] % lane["block_size"] != 0
+    return int(used.sum() - joined.sum())

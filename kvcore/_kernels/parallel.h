@@ -37,8 +37,8 @@ static struct {
     pthread_mutex_t lock;
     pthread_cond_t work;
     kv_job *jobs;
-    int workers, idle, hooked;
-} kv_pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0, 0};
+    int workers, idle;
+} kv_pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0};
 
 static void kv_fork_prepare(void) { pthread_mutex_lock(&kv_pool.lock); }
 static void kv_fork_parent(void) { pthread_mutex_unlock(&kv_pool.lock); }
@@ -86,13 +86,12 @@ static void *kv_worker(void *unused)
     return NULL;
 }
 
+/* Before the lock is taken for the first time: a fork in between would leave it taken for ever. */
+static void kv_pool_start(void) { pthread_atfork(kv_fork_prepare, kv_fork_parent, kv_fork_child); }
+
 /* Grows the pool to `count` workers; fewer when the system refuses. Called under the lock. */
 static void kv_grow(int count)
 {
-    if (!kv_pool.hooked) {
-        pthread_atfork(kv_fork_prepare, kv_fork_parent, kv_fork_child);
-        kv_pool.hooked = 1;
-    }
     while (kv_pool.workers < count) {
         pthread_t thread;
         pthread_attr_t attr;

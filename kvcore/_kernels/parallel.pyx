@@ -5,6 +5,7 @@ from libc.stdint cimport int64_t
 
 cdef extern from "parallel.h" nogil:
     void kv_parallel_run(body_t body, void* context, int64_t n_chunks, int n_threads)
+    void kv_pool_start()
     int kv_pool_workers()
 
 
@@ -15,3 +16,6 @@ cdef void run_chunks(body_t body, void* context, int64_t n_chunks, int n_threads
 def num_workers() -> int:
     """Worker threads this process has started (they are started on first need)."""
     return kv_pool_workers()
+
+
+kv_pool_start()
