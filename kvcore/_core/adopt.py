@@ -2,8 +2,9 @@
 """The slow door for arrays: everything but a plain numpy array of a known dtype.
 
 ``read`` returns (address, shape, strides in bytes, dtype row, item size, read-only, on a device,
-what to keep alive) and words every error about an object that is no usable array.  Whether sizes and strides stay inside memory is tested by its caller, arrays.pyx, in
-compiled code; ``settle`` words the error where they do not.
+what to keep alive) and words every error about an object that is no usable array.  Whether sizes
+and strides stay inside memory is tested by its caller, arrays.pyx, in compiled code; ``settle``
+words the error where they do not.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from libc.string cimport memset
 import numpy
 
 from kvcore import dtypes
-from kvcore._core import adopt
+from kvcore._core import adopt, dlpack
 
 cdef extern from "../_core/ndarray.h":
     ctypedef struct kv_ndarray:
@@ -72,15 +72,7 @@ cdef PyObject* table_types[KNOWN]
 cdef kv_dl_exchange* tables[KNOWN]
 cdef bint table_is_torch[KNOWN]
 cdef int n_tables = 0
-cdef int FLOAT16 = dtypes.get("float16").id
-cdef int BFLOAT16 = dtypes.get("bfloat16").id
-cdef int FLOAT32 = dtypes.get("float32").id
-cdef int INT8 = dtypes.get("int8").id
-cdef int INT32 = dtypes.get("int32").id
-cdef int INT64 = dtypes.get("int64").id
-cdef int UINT8 = dtypes.get("uint8").id
-cdef int FLOAT8_E4M3FN = dtypes.get("float8_e4m3fn").id
-cdef int FLOAT8_E5M2 = dtypes.get("float8_e5m2").id
+cdef int dl_rows[16][4]  # row of dtypes.TABLE plus one, by DLPack code and log2(bits / 8)
 
 
 cdef bint finish(View* view) noexcept:
@@ -192,26 +184,17 @@ cdef bint learn_exchange(type kind) except -1:
 
 
 cdef int dl_dtype(const kv_dl_type* kind) noexcept:
-    # Row of dtypes.TABLE of the types that torch has; -1 sends the tensor down the slow door.
-    if kind.lanes == 1:
-        if kind.code == 2 and kind.bits == 16:
-            return FLOAT16
-        if kind.code == 4 and kind.bits == 16:
-            return BFLOAT16
-        if kind.code == 2 and kind.bits == 32:
-            return FLOAT32
-        if kind.code == 0 and kind.bits == 8:
-            return INT8
-        if kind.code == 0 and kind.bits == 32:
-            return INT32
-        if kind.code == 0 and kind.bits == 64:
-            return INT64
-        if kind.code == 1 and kind.bits == 8:
-            return UINT8
-        if kind.code == 10 and kind.bits == 8:
-            return FLOAT8_E4M3FN
-        if kind.code == 12 and kind.bits == 8:
-            return FLOAT8_E5M2
+    # Row of dtypes.TABLE; -1 sends the tensor down the slow door.
+    if kind.lanes != 1 or kind.code > 15:
+        return -1
+    if kind.bits == 8:
+        return dl_rows[kind.code][0] - 1
+    if kind.bits == 16:
+        return dl_rows[kind.code][1] - 1
+    if kind.bits == 32:
+        return dl_rows[kind.code][2] - 1
+    if kind.bits == 64:
+        return dl_rows[kind.code][3] - 1
     return -1
 
 
@@ -406,4 +389,10 @@ for _row in dtypes.TABLE:
     _descr = adopt.numpy_dtype(_row)
     if _descr is not None:
         _learn(_descr, _row.id)
+for (_code, _bits), _name in dlpack.NAMES.items():
+    if _name in dtypes.BY_NAME:
+        dl_rows[_code][(_bits // 8).bit_length() - 1] = dtypes.BY_NAME[_name].id + 1
+for (_code, _bits), _name in dlpack.NAMES.items():
+    if _name in dtypes.BY_NAME:
+        dl_rows[_code][(_bits // 8).bit_length() - 1] = dtypes.BY_NAME[_name].id + 1
 _probe()

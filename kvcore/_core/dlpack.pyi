@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+NAMES: dict[tuple[int, int], str]
+
 class Tensor:
     @property
     def address(self) -> int: ...

@@ -37,7 +37,8 @@ cdef extern from "../_core/dlpack.h":
         kv_dl_tensor dl_tensor
         void (*deleter)(kv_dl_versioned*) noexcept
 
-cdef dict NAMES = {
+# Names of DLPack's (code, bits).
+NAMES = {
     (0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64",
     (1, 8): "uint8", (1, 16): "uint16", (1, 32): "uint32", (1, 64): "uint64",
     (2, 16): "float16", (2, 32): "float32", (2, 64): "float64",
