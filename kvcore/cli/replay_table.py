@@ -91,9 +91,12 @@ def _rows(report: ReplayReport, source: str) -> list[tuple[str, str]]:
             f" ({report.pool_peak_used / report.pool_capacity:.0%}), {report.pool_used:,} now,"
             f" {report.pool_evictions:,} evictions",
         ),
-        (
-            "verified",
-            f"{report.verified_samples:,} samples, "
-            + ("all right" if report.ok else f"{len(report.mismatches):,} ROWS WRONG"),
-        ),
+        ("verified", _verified(report)),
     ]
+
+
+def _verified(report: ReplayReport) -> str:
+    if not report.verified_samples:
+        return "nothing"
+    verdict = "all right" if report.ok else f"{len(report.mismatches):,} ROWS WRONG"
+    return f"{report.verified_samples:,} samples, {verdict}"

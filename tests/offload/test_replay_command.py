@@ -248,6 +248,7 @@ def test_an_interrupt_ends_with_the_table_so_far(
     rows = table(captured.out)
     assert rows["requests"] == "0 of 3 finished"
     assert rows["tokens written"] == "300: 300 prefill, 0 decode, 0 recomputed"
+    assert rows["verified"] == "nothing"
     assert signal.getsignal(signal.SIGINT) is before
 
 
