@@ -6,7 +6,8 @@ so that whatever else the machine does hits all of them alike, and medians are c
 ``kvcore bench`` and the files in ``bench/`` use both.
 """
 
+from kvcore.benchmarks import history
 from kvcore.benchmarks.cases import CASES, Case
 from kvcore.benchmarks.runner import Measurement, measure
 
-__all__ = ["CASES", "Case", "Measurement", "measure"]
+__all__ = ["CASES", "Case", "Measurement", "history", "measure"]

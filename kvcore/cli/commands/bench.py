@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvcore bench``: each operator beside a plain copy of the same bytes, numpy and torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcore.cli import status
+from kvcore.cli.parser import Parser, Subparsers
+
+if TYPE_CHECKING:
+    from kvcore.benchmarks import Measurement
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 3600:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0 and up to 3600, got {text!r}")
+    return value
+
+
+def register(subparsers: Subparsers[Parser]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure the operators beside copyto, numpy and torch",
+        description="Measure each case's functions in turn, many rounds, and print medians. A "
+        "ratio is kvcore's time over the peer's: below 1 kvcore is faster. Peers that are not "
+        "installed are left out.",
+    )
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="cases to run (default: all)")
+    parser.add_argument("--list", action="store_true", help="list the cases and stop")
+    parser.add_argument(
+        "--seconds", type=_seconds, default=2.0, help="time for each case (default: 2)"
+    )
+    parser.add_argument("--save", type=Path, metavar="FILE", help="append the run to this file")
+    parser.add_argument(
+        "--compare", type=Path, metavar="FILE", help="show the change against the file's last run"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Measure and print."""
+    from kvcore.benchmarks import CASES, history, measure
+    from kvcore.errors import fail
+
+    if namespace.list:
+        for case in CASES.values():
+            print(f"{case.name:16} {case.summary}")
+        return status.OK
+    names = namespace.cases or list(CASES)
+    for name in names:
+        if name not in CASES:
+            fail("CASE", f"one of {', '.join(CASES)}", repr(name))
+    before = history.last(namespace.compare) if namespace.compare else {}
+    measured = [
+        measure(CASES[name], namespace.seconds) for name in _progress(names, quiet=namespace.json)
+    ]
+    if namespace.save:
+        import kvcore
+
+        history.append(namespace.save, kvcore.info()["cpu"], measured)
+    if namespace.json:
+        print(json.dumps([one.to_json() for one in measured], indent=2))
+    else:
+        _print(measured, before)
+    return status.OK
+
+
+def _progress(names: list[str], quiet: bool) -> Any:
+    if quiet:
+        return names
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(
+        names, "measuring", console=console, transient=True, disable=not console.is_terminal
+    )
+
+
+def _print(measured: list[Measurement], before: dict[str, Any]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from kvcore.cli.console import output
+
+    table = Table(box=box.SIMPLE)
+    table.add_column("case", overflow="fold")
+    table.add_column("median", justify="right")
+    table.add_column("GB/s", justify="right")
+    table.add_column("kvcore's time over", overflow="fold")
+    if before:
+        table.add_column("before", justify="right")
+    for one in measured:
+        row = [
+            f"{one.name}: {one.summary}",
+            _time(one.medians["kvcore"]),
+            f"{one.gigabytes_per_second:.1f}",
+            ", ".join(f"{peer} {one.ratio(peer):.2f}x" for peer in one.medians if peer != "kvcore"),
+        ]
+        if before:
+            row.append(_change(one, before.get(one.name)))
+        table.add_row(*row)
+    output().print(table)
+
+
+def _time(nanoseconds: float) -> str:
+    for unit, size in (("ms", 1e6), ("us", 1e3)):
+        if nanoseconds >= size:
+            return f"{nanoseconds / size:.2f} {unit}"
+    return f"{nanoseconds:.0f} ns"
+
+
+def _change(one: Measurement, before: Any) -> str:
+    # Against the copy measured in the same run: the machine's own mood cancels.
+    try:
+        old = float(before["ratios"]["copyto"])
+    except (TypeError, KeyError, ValueError):
+        return "new"
+    return f"{one.ratio('copyto') / old - 1:+.0%}"
