@@ -81,6 +81,7 @@ class Profile:
     scatter_key:  scenarios of ScatterPaCache; empty: not there.
     key_only:     scenarios of ScatterPaKvCache without a value.
     update:       dtypes of KVCacheOperation; empty: not there.
+    gathers:      what the gathers accept, as (operator, sentence); ops/soc_gather.py has the rules.
     The rest are limits, each the greatest value accepted:
     nz_block_size:      rows of a block in PA_NZ.
     nhsd_heads, nhsd_block_items (block_size * head size), nhsd_token_bytes (key and value of one
@@ -99,6 +100,7 @@ class Profile:
     scatter_key: tuple[Accepted, ...]
     key_only: tuple[int, ...]
     update: tuple[str, ...]
+    gathers: tuple[tuple[str, str], ...]
     nz_block_size: int
     nhsd_heads: int | None
     nhsd_block_items: int | None
@@ -132,6 +134,19 @@ def _a2_or_a3(product: str, names: tuple[str, ...], pattern: str) -> Profile:
         scatter_key=(),
         key_only=(6,),
         update=("float16", "int8"),
+        gathers=(
+            (
+                "GatherPaKvCache",
+                "float16 bfloat16 int8; int32 indices; 4-D caches, key and value of one dtype; "
+                "H * D * itemsize a multiple of 32 and <= 151552",
+            ),
+            (
+                "GatherSelectionKvCache",
+                "float16 bfloat16 int8 (int8 without rope); int32 indices; contiguous arrays; "
+                "topk <= 2048, above 32 with blocks of one token; S <= 7; R <= 64; K <= 656; "
+                "SB >= rows * SMAX",
+            ),
+        ),
         nz_block_size=65534,
         nhsd_heads=4094,
         nhsd_block_items=2**32 - 2,
@@ -148,6 +163,8 @@ def _a2_or_a3(product: str, names: tuple[str, ...], pattern: str) -> Profile:
                 "1, 2, 6, mode None",
                 "of strided views only the caches' first axis in scenario 2 is honoured",
             ),
+            ("GatherPaKvCache", "seq_offset counts columns, not tokens, in PA_NZ"),
+            ("GatherSelectionKvCache", "topk up to 32 needs S == 1; a row must fit 196608 bytes"),
         ),
         sources=(
             "CANN ops-transformer: aclnnScatterPaKvCache document; "
@@ -194,6 +211,14 @@ _TABLE: dict[str, Profile] = {
         ),
         key_only=(),
         update=(),
+        gathers=(
+            (
+                "GatherPaKvCache",
+                "all but float4; int32 or int64 indices; 4-D caches, key and value of one dtype "
+                "but for a float8_e4m3fn key with a float16 or bfloat16 value",
+            ),
+            ("GatherSelectionKvCache", "not supported"),
+        ),
         nz_block_size=65534,
         nhsd_heads=None,
         nhsd_block_items=None,
@@ -206,6 +231,7 @@ _TABLE: dict[str, Profile] = {
             ("3, 5, Rope and Omni", "compress_lens must be >= 1, compress_seq_offset >= 0"),
             ("3", "a negative slot skips single rows of a run, not the run"),
             ("2, Nct", "the tiling refuses T * stride + offset > (T-1) * H * D"),
+            ("GatherPaKvCache", "rows of a block out of range are filled with zeros"),
         ),
         sources=(
             "CANN ops-transformer: aclnnScatterPaKvCache and aclnnScatterPaCache documents; "
@@ -364,6 +390,7 @@ def _lines(name: str, p: Profile) -> Iterator[str]:
         )
     else:
         yield "KVCacheOperation: not supported"
+    yield from (f"{operator}: {sentence}" for operator, sentence in p.gathers)
     yield "Warned of:"
     yield from _columns([("scenario", "what the machine does"), *p.quirks])
     yield "Sources:"

@@ -96,6 +96,19 @@ def test_printing_a_soc_prints_its_table(name: str, capsys: pytest.CaptureFixtur
     assert "\x1b" not in text  # plain text: it may be piped into a file
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_has_every_operator(name: str) -> None:
+    lines = str(kvcore.SoC(name)).splitlines()
+    for operator in (
+        "ScatterPaKvCache",
+        "ScatterPaCache",
+        "KVCacheOperation",
+        "GatherPaKvCache",
+        "GatherSelectionKvCache",
+    ):
+        assert len([line for line in lines if line.startswith(f"{operator}:")]) == 1
+
+
 def test_inside_a_sentence_a_soc_is_its_name() -> None:
     assert f"on {kvcore.SoC('A3')}, {kvcore.SoC('950'):>4}" == "on A3,  950"
 
