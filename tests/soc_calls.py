@@ -5,10 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 import kvcore
-from kvcore.errors import ParamInvalidError
 
 NAMES = ("A2", "A3", "950")
 OLDER = ("A2", "A3")
@@ -85,18 +82,8 @@ def arguments(
     return found
 
 
-def need(variant: str) -> None:
-    """Skip a compressing variant while the package has none."""
-    if variant[0] in "345":
-        try:
-            kvcore.scenario_of(**arguments(variant))
-        except ParamInvalidError:
-            pytest.skip("compression is not there yet")
-
-
 def verdict(soc: str, variant: str, dtype: str = "float16", **sizes: Any) -> str | None:
     """None when that SoC runs the call, else its reason."""
-    need(variant)
     scenario = kvcore.scenario_of(**arguments(variant, dtype, **sizes))
     assert scenario.number == int(variant[0])
     return scenario.runs[soc]

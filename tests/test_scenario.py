@@ -12,7 +12,7 @@ import pytest
 import kvcore
 from kvcore import dtypes
 from kvcore.errors import ParamInvalidError, ParamNullError
-from soc_calls import ALL, VARIANTS, arguments, need
+from soc_calls import ALL, VARIANTS, arguments
 
 torch: Any
 try:
@@ -45,7 +45,6 @@ def as_arrays(call: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_scenario_has_its_number(variant: str) -> None:
-    need(variant)
     scenario = kvcore.scenario_of(**arguments(variant))
     assert scenario.number == int(variant[0])
     assert list(scenario.runs) == ["A2", "A3", "950"]
@@ -57,7 +56,6 @@ def test_every_scenario_has_its_number(variant: str) -> None:
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("variant", ["1", "2", "2 Nct", "3 Alibi", "4", "5 Omni", "6", "7"])
 def test_arrays_and_pairs_give_the_same_answer(variant: str, dtype: str) -> None:
-    need(variant)
     call = arguments(variant, dtype)
     assert kvcore.scenario_of(**call) == kvcore.scenario_of(**as_arrays(call))
 

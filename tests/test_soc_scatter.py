@@ -20,7 +20,6 @@ from soc_calls import (
     RUNS,
     SHORT,
     arguments,
-    need,
     verdict,
 )
 
@@ -53,7 +52,6 @@ def test_scenarios_that_are_refused(variant: str, soc: str) -> None:
 @pytest.mark.parametrize("soc", OLDER)
 @pytest.mark.parametrize("variant", ["1", "4", "5 Rope", "7"])
 def test_older_socs_take_the_key_alone_in_scenario_6_only(variant: str, soc: str) -> None:
-    need(variant)
     call = arguments(variant)
     del call["value"], call["value_cache"]
     reason = kvcore.scenario_of(**call).runs[soc]
@@ -65,7 +63,6 @@ def test_older_socs_take_the_key_alone_in_scenario_6_only(variant: str, soc: str
 @pytest.mark.parametrize("variant", ["1", "2", "2 Nct", "3 Rope", "4", "5 Omni"])
 @pytest.mark.parametrize("absent", ["None", "a 0-d array"])
 def test_950_takes_the_key_alone_in_the_other_operator_only(variant: str, absent: str) -> None:
-    need(variant)
     call = arguments(variant)
     value = None if absent == "None" else ((), "float16")
     call |= {"value": value, "value_cache": value}
@@ -90,7 +87,6 @@ def accepted(soc: str, variant: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize(("variant", "soc"), RUNS)
 def test_dtypes(variant: str, soc: str, dtype: str) -> None:
-    need(variant)
     if dtype in FLOAT4 and variant in ("3 Rope", "5 Rope"):
         with pytest.raises(ParamInvalidError):  # no mean of float4 on any machine
             kvcore.scenario_of(**arguments(variant, dtype))

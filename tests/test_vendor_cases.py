@@ -19,7 +19,6 @@ import pytest
 
 import kvcore
 from kvcore.errors import KVCoreError, ParamInvalidError
-from soc_calls import need
 
 NUMPY = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "i8": np.int8, "i32": np.int32}
 NUMPY |= {"i64": np.int64}
@@ -138,8 +137,6 @@ def same_machine(soc: str | None) -> tuple[str, ...]:
 def test_what_the_vendor_runs_is_accepted(
     row: int | str, soc: str | None, dtypes: str, shapes: str, modes: dict[str, str]
 ) -> None:
-    if modes.get("scatter_mode"):
-        need("4")
     scenario = kvcore.scenario_of(**call_of(dtypes, shapes, modes))
     assert [scenario.runs[name] for name in same_machine(soc)] == [None] * len(same_machine(soc))
 

@@ -273,7 +273,7 @@ def _fault(
     )
 
 
-_GATHER = Operator("gather_pa_kv_cache", ARGUMENTS, _resolve)
+GATHER = Operator("gather_pa_kv_cache", ARGUMENTS, _resolve)
 
 
 def gather_pa_kv_cache(
@@ -313,7 +313,7 @@ def gather_pa_kv_cache(
     do not sum to the rows of key, totals that decrease or do not start with 0.
     Source: CANN aclnnGatherPaKvCache (key only, NHSD and 5-D caches are this library's own).
     """
-    _GATHER.call(
+    GATHER.call(
         (key_cache, value_cache, block_tables, seq_lens, key, value, seq_offset),
         (cache_mode, checks.flag(is_seq_lens_cumsum, "is_seq_lens_cumsum"), dtype, value_dtype),
         soc,
@@ -340,7 +340,7 @@ def plan_gather_pa_kv_cache(
     num_threads: int | None = None,
 ) -> Plan:
     """A Plan of gather_pa_kv_cache with the same arguments: run() it any number of times."""
-    return _GATHER.plan(
+    return GATHER.plan(
         (key_cache, value_cache, block_tables, seq_lens, key, value, seq_offset),
         (cache_mode, checks.flag(is_seq_lens_cumsum, "is_seq_lens_cumsum"), dtype, value_dtype),
         soc,

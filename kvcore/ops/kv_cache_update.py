@@ -139,7 +139,7 @@ def _fault(
     )
 
 
-_UPDATE = Operator("kv_cache_update", ARGUMENTS, _resolve)
+UPDATE = Operator("kv_cache_update", ARGUMENTS, _resolve)
 
 
 def _layer(layer_id: Any) -> tuple[Any, int | None]:
@@ -182,7 +182,7 @@ def kv_cache_update(
     the offsets).
     """
     array, layer = _layer(layer_id)
-    return _UPDATE.call(
+    return UPDATE.call(
         (new_kv, array, past, token_offset, seq_len),
         (layer, dtype),
         soc,
@@ -205,7 +205,7 @@ def plan_kv_cache_update(
 ) -> Plan:
     """A Plan of kv_cache_update with the same arguments."""
     array, layer = _layer(layer_id)
-    return _UPDATE.plan(
+    return UPDATE.plan(
         (new_kv, array, past, token_offset, seq_len),
         (layer, dtype),
         soc,

@@ -71,11 +71,15 @@ def _scatter_params(words: Words) -> tuple[Any, ...]:
     return (
         words["cache_mode"],
         words["scatter_mode"],
-        None if strides is None else scatter_pa._listed(strides),
-        None if offsets is None else scatter_pa._listed(offsets),
+        None if strides is None else scatter_pa.listed(strides),
+        None if offsets is None else scatter_pa.listed(offsets),
         words["dtype"],
         words["value_dtype"],
     )
+
+
+def _scatter_key_params(words: Words) -> tuple[Any, ...]:
+    return "Norm", "None", None, None, words["dtype"], None
 
 
 def _update_params(words: Words) -> tuple[Any, ...]:
@@ -90,7 +94,7 @@ def _gather_pa_params(words: Words) -> tuple[Any, ...]:
 #: By the operator's name.
 QUESTIONS: dict[str, Question] = {
     "scatter_pa_kv_cache": Question(
-        scatter_pa._SCATTER,
+        scatter_pa.SCATTER,
         scatter_pa.ARGUMENTS,
         {
             "cache_mode": "Norm",
@@ -103,15 +107,22 @@ QUESTIONS: dict[str, Question] = {
         _scatter_params,
         scatter_pa.classify,
     ),
+    "scatter_pa_cache": Question(
+        scatter_pa.SCATTER_KEY,
+        tuple(name for name in scatter_pa.ARGUMENTS if not name.startswith("value")),
+        {"dtype": None},
+        _scatter_key_params,
+        scatter_pa.classify,
+    ),
     "kv_cache_update": Question(
-        kv_cache_update._UPDATE,
+        kv_cache_update.UPDATE,
         kv_cache_update.ARGUMENTS,
         # A layer that is a number; an array is layer_id.
         {"layer": None, "dtype": None},
         _update_params,
     ),
     "gather_pa_kv_cache": Question(
-        gather_pa._GATHER,
+        gather_pa.GATHER,
         gather_pa.ARGUMENTS,
         {"cache_mode": "Norm", "is_seq_lens_cumsum": False, "dtype": None, "value_dtype": None},
         _gather_pa_params,

@@ -412,9 +412,9 @@ def _slot_fault(blocks: int, block_size: int, index: int, slot: int) -> Exceptio
     return checks.slot_fault("slot_mapping", index, slot, blocks, block_size)
 
 
-_SCATTER = Operator("scatter_pa_kv_cache", ARGUMENTS, _resolve)
+SCATTER = Operator("scatter_pa_kv_cache", ARGUMENTS, _resolve)
 # The same arguments, of which value and value_cache are never given.
-_SCATTER_KEY = Operator("scatter_pa_cache", ARGUMENTS, _resolve_key)
+SCATTER_KEY = Operator("scatter_pa_cache", ARGUMENTS, _resolve_key)
 
 
 def scatter_pa_kv_cache(
@@ -459,10 +459,10 @@ def scatter_pa_kv_cache(
     Source: CANN aclnnScatterPaKvCache.
     """
     if strides is not None:
-        strides = _listed(strides)
+        strides = listed(strides)
     if offsets is not None:
-        offsets = _listed(offsets)
-    _SCATTER.call(
+        offsets = listed(offsets)
+    SCATTER.call(
         (
             key,
             key_cache,
@@ -480,7 +480,7 @@ def scatter_pa_kv_cache(
     )
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
     # A signature needs a hashable value whose equality means the same numbers.
     if type(value) is tuple and all(type(item) is int for item in value):
         return value
@@ -514,7 +514,7 @@ def plan_scatter_pa_kv_cache(
     num_threads: int | None = None,
 ) -> Plan:
     """A Plan of scatter_pa_kv_cache with the same arguments: run() it any number of times."""
-    return _SCATTER.plan(
+    return SCATTER.plan(
         (
             key,
             key_cache,
@@ -528,8 +528,8 @@ def plan_scatter_pa_kv_cache(
         (
             cache_mode,
             scatter_mode,
-            None if strides is None else _listed(strides),
-            None if offsets is None else _listed(offsets),
+            None if strides is None else listed(strides),
+            None if offsets is None else listed(offsets),
             dtype,
             value_dtype,
         ),
@@ -573,7 +573,7 @@ def scatter_pa_cache(
     Everything else is as in scatter_pa_kv_cache.
     Source: CANN aclnnScatterPaCache.
     """
-    _SCATTER_KEY.call(
+    SCATTER_KEY.call(
         (key, key_cache, slot_mapping, None, None, compress_lens, compress_seq_offset, seq_lens),
         ("Norm", "None", None, None, dtype, None),
         soc,
@@ -596,7 +596,7 @@ def plan_scatter_pa_cache(
     num_threads: int | None = None,
 ) -> Plan:
     """A Plan of scatter_pa_cache with the same arguments: run() it any number of times."""
-    return _SCATTER_KEY.plan(
+    return SCATTER_KEY.plan(
         (key, key_cache, slot_mapping, None, None, compress_lens, compress_seq_offset, seq_lens),
         ("Norm", "None", None, None, dtype, None),
         soc,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 OPERATORS = (
     "scatter_pa_kv_cache",
+    "scatter_pa_cache",
     "kv_cache_update",
     "gather_pa_kv_cache",
 )
