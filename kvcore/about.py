@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from kvcore import backends, dtypes, soc, threads
 from kvcore._core import adopt
 from kvcore._kernels import isa
+from kvcore.errors import ParamInvalidError
 
 __all__ = ["info"]
 
@@ -36,12 +38,27 @@ def _dtype_row(row: dtypes.DType) -> str:
     return "numpy" if kind.isbuiltin == 1 else "ml_dtypes, or raw " + row.raw
 
 
+def _setting(read: Callable[[], Any]) -> Any:
+    # What is wrong with the environment is part of the answer.
+    try:
+        return read()
+    except ParamInvalidError as error:
+        return str(error)
+
+
+def _soc_name() -> str | None:
+    current = soc.current()
+    return None if current is None else current.name
+
+
 def info() -> dict[str, Any]:
     """A nested dict: version, cpu, threads, soc, backends (None: usable, else why not), dtypes,
-    packages.  Takes milliseconds; it asks each backend whether it can run here."""
+    packages.  Takes milliseconds; it asks each backend whether it can run here.
+
+    A setting that the environment gives a value it cannot have is the sentence that says so.
+    """
     import kvcore
 
-    current = soc.current()
     return {
         "version": kvcore.__version__,
         "python": sys.version.split()[0],
@@ -54,11 +71,12 @@ def info() -> dict[str, Any]:
             "stream_bytes": isa.stream_bytes(),
         },
         "threads": {
-            "num_threads": threads.get_num_threads() or "automatic",
+            "num_threads": _setting(threads.get_num_threads) or "automatic",
             "environment": threads.ENVIRONMENT,
         },
-        "soc": None if current is None else current.name,
-        "backends": {name: backends.why_not(name) for name in backends.names()},
+        "soc": _setting(_soc_name),
+        "backends": {name: backends.why_not(name) for name in backends.names()}
+        | backends.load_errors(),
         "dtypes": {row.name: _dtype_row(row) for row in dtypes.DATA_DTYPES},
         "packages": {
             "numpy": np.__version__,

@@ -59,8 +59,18 @@ class KVCoreError(Exception):
             self.code = code
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Keyword-only state would be lost by the default, and errors cross process borders.
-        return (_rebuild, (type(self), str(self), dict(self.__dict__)))
+        # Keyword-only state would be lost by the default, and errors cross process borders, where
+        # what was seen may not be able to follow: its words do.
+        state = {name: _portable(value) for name, value in self.__dict__.items()}
+        return (_rebuild, (type(self), str(self), state))
+
+
+def _portable(value: object) -> object:
+    if isinstance(value, tuple | list) and all(_portable(item) is item for item in value):
+        return value
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    return repr(value)
 
 
 def _rebuild(cls: type[KVCoreError], message: str, state: dict[str, object]) -> KVCoreError:

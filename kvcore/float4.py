@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.errors import fail
+from kvcore.errors import ParamInvalidError, fail
 
 __all__ = ["pack_float4", "unpack_float4"]
 
@@ -22,10 +22,8 @@ def pack_float4(x: Any) -> NDArray[np.uint8]:
     x: a float4 array of ml_dtypes or en_dtypes (float4_e2m1fn, ...), or uint8 codes 0..15.
     Element 2i goes to the low nibble of byte i, element 2i + 1 to the high one.
     """
-    array = np.asarray(x)
-    if array.dtype.itemsize != 1 or not (
-        array.dtype == np.uint8 or array.dtype.name.startswith("float4")
-    ):
+    array = _host_array(x)
+    if array.dtype != np.uint8 and not _is_float4(array.dtype):
         fail("x", "float4 (one byte an element) or uint8 codes", f"dtype {array.dtype.name}")
     if array.ndim == 0 or array.shape[-1] % 2:
         fail("x", "a last axis of even size", list(array.shape))
@@ -45,7 +43,7 @@ def unpack_float4(x: Any, dtype: Any = None) -> NDArray[Any]:
     dtype: a one-byte float4 dtype (ml_dtypes.float4_e2m1fn) to view the result as; None leaves
     uint8 codes.
     """
-    array = np.asarray(x)
+    array = _host_array(x)
     if array.dtype != np.uint8:
         fail("x", "packed float4 as uint8", f"dtype {array.dtype.name}")
     if array.ndim == 0:
@@ -55,7 +53,34 @@ def unpack_float4(x: Any, dtype: Any = None) -> NDArray[Any]:
     codes[..., 1::2] = array >> 4
     if dtype is None:
         return codes
-    kind = np.dtype(dtype)
-    if kind.itemsize != 1:
-        fail("dtype", "a dtype of one byte an element", kind.name)
+    try:
+        kind = np.dtype(dtype)
+    except Exception as error:
+        seen = f"{dtype!r} ({type(error).__name__})"
+        raise _not_float4(seen) from error
+    if not _is_float4(kind):
+        raise _not_float4(kind.name)
     return codes.view(kind)
+
+
+def _not_float4(seen: str) -> ParamInvalidError:
+    expected = "a float4 dtype of one byte an element, or None"
+    return ParamInvalidError(
+        f"dtype: expected {expected}, got {seen}", argument="dtype", seen=seen, expected=expected
+    )
+
+
+def _is_float4(kind: np.dtype[Any]) -> bool:
+    return kind.itemsize == 1 and kind.name.startswith("float4")
+
+
+def _host_array(x: Any) -> NDArray[Any]:
+    if isinstance(x, np.ma.MaskedArray):
+        fail("x", "an array without a mask", "a MaskedArray")
+    try:
+        return np.asarray(x)
+    except Exception as error:  # tensors on devices, ragged lists, objects of any kind
+        seen = f"{type(x).__name__} ({type(error).__name__}: {error})"
+        raise ParamInvalidError(
+            f"x: expected an array, got {seen}", argument="x", seen=seen, expected="an array"
+        ) from error

@@ -10,6 +10,7 @@ operators take; a result is a torch tensor for a torch argument and a numpy arra
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from typing import Any
 
@@ -18,10 +19,10 @@ import numpy as np
 from kvcore._core import adopt
 from kvcore._core.arrays import ArrayInfo, read
 from kvcore._core.lanes import NZ_BYTES, make_lane
-from kvcore._core.overlap import check_self
+from kvcore._core.overlap import check_apart, check_self
 from kvcore._core.paged import RangeSpec
 from kvcore._core.plan import Operator, Spec
-from kvcore.errors import ParamInvalidError, fail
+from kvcore.errors import fail
 
 __all__ = ["nd_to_nz", "nz_to_nd", "paged_nd_to_nz", "paged_nz_to_nd"]
 
@@ -66,6 +67,8 @@ def paged_nd_to_nz(cache: Array, five: bool = False, out: Array = None) -> Array
 
     Raises ParamInvalidError when H*D (with ``five``: D) is no multiple of c0.
     """
+    if not isinstance(five, bool):
+        fail("five", "True or False", repr(five))
     info = _open(cache, "cache", 4, "[nb, bs, H, D]", 4)
     blocks, block_size, heads, size = info.shape
     c0 = _c0(info)
@@ -83,7 +86,8 @@ def paged_nd_to_nz(cache: Array, five: bool = False, out: Array = None) -> Array
         _convert(raw, nz, 1, to_nz=True)
     else:  # columns that span heads: read through rows of H*D
         nd = raw.reshape(blocks, block_size, 1, heads * size)
-        _convert(nd, target.reshape(blocks, 1, -1, block_size, c0, copy=False), 1, to_nz=True)
+        nz = target.reshape(blocks, 1, heads * size // c0, block_size, c0, copy=False)
+        _convert(nd, nz, 1, to_nz=True)
     return result
 
 
@@ -94,20 +98,17 @@ def paged_nz_to_nd(cache: Array, num_heads: int | None = None, out: Array = None
     blocks, block_size, cell = info.shape[0], info.shape[-2], info.shape[-1]
     if cell != c0:
         fail("cache", f"a last axis of {c0} (32 bytes)", cell)
-    if num_heads is not None and (
-        isinstance(num_heads, bool) or not hasattr(num_heads, "__index__") or num_heads < 1
-    ):
-        fail("num_heads", "an int >= 1", repr(num_heads))
+    wanted = None if num_heads is None else _heads(num_heads)
     if len(info.shape) == 5:
         heads, size = info.shape[1], info.shape[2] * c0
-        if num_heads is not None and int(num_heads) != heads:
-            fail("num_heads", f"{heads} (axis 1 of cache) or None", num_heads)
+        if wanted not in (None, heads):
+            fail("num_heads", f"{heads} (axis 1 of cache) or None", wanted)
     else:
-        if num_heads is None:
+        if wanted is None:
             fail("num_heads", "an int (a 4-D PA_NZ cache does not state it)", None)
-        heads, width = int(num_heads), info.shape[1] * c0
+        heads, width = wanted, info.shape[1] * c0
         if width % heads:
-            fail("num_heads", f"a divisor of H*D = {width}", num_heads)
+            fail("num_heads", f"a divisor of H*D = {width}", heads)
         size = width // heads
     result = _result(cache, info, out, (blocks, block_size, heads, size))
     raw, target = adopt.as_raw(cache, "cache"), adopt.as_raw(result, "out")
@@ -116,10 +117,20 @@ def paged_nz_to_nd(cache: Array, num_heads: int | None = None, out: Array = None
         _convert(target, nz, 1, to_nz=False)
     else:
         rows = np.empty((blocks, block_size, 1, heads * size), raw.dtype)
-        nz = raw.reshape(blocks, 1, -1, block_size, c0, copy=False)
+        nz = raw.reshape(blocks, 1, info.shape[1], block_size, c0, copy=False)
         _convert(rows, nz, 1, to_nz=False)
         np.copyto(target, rows.reshape(target.shape))
     return result
+
+
+def _heads(num_heads: Any) -> int:
+    try:
+        heads = 0 if isinstance(num_heads, bool) else operator.index(num_heads)
+    except Exception:  # an __index__ may raise what it likes
+        heads = 0
+    if heads < 1:
+        fail("num_heads", "an int >= 1", repr(num_heads))
+    return heads
 
 
 def _c0(info: ArrayInfo) -> int:
@@ -132,6 +143,8 @@ def _open(x: Array, name: str, least: int, axes: str, most: int = 6) -> ArrayInf
         fail(name, "a dtype of the operators (docs/operators.md)", info.dtype_name)
     if not least <= len(info.shape) <= most:
         fail(name, f"shape {axes} of at most {most} axes", list(info.shape))
+    if info.on_device:
+        fail(name, "an array on the host", "a device tensor")
     return info
 
 
@@ -152,27 +165,30 @@ def _result(x: Array, info: ArrayInfo, out: Array, shape: tuple[int, ...]) -> Ar
         fail("out", f"dtype {info.dtype_name}", found.dtype_name)
     if found.read_only:
         fail("out", "a writable array", "a read-only one")
+    if found.on_device:
+        fail("out", "an array on the host", "a device tensor")
     check_self(found)
+    # Here, before anything is written: a conversion may be made of several calls.
+    check_apart((found, info), 0, 1)
     return out
 
 
 def _convert(nd: Any, nz: Any, lead: int, *, to_nz: bool) -> None:
     """nd [lead..., rows, H, D] and nz [lead..., H, D // c0, rows, c0], one into the other."""
-    if lead == 1:
-        _LAYOUT.call((nd, nz), (to_nz,))
-        return
     if lead == 0:
-        _LAYOUT.call((nd[None], nz[None]), (to_nz,))
-        return
-    try:
+        nd, nz = nd[None], nz[None]
+    elif lead > 1:
         count = math.prod(nd.shape[:lead])
-        flat = nd.reshape(count, *nd.shape[lead:], copy=False)
-        _LAYOUT.call((flat, nz.reshape(count, *nz.shape[lead:], copy=False)), (to_nz,))
-    except ValueError as error:
-        if isinstance(error, ParamInvalidError):
-            raise
-        for one, other in zip(nd, nz, strict=True):
-            _convert(one, other, lead - 1, to_nz=to_nz)
+        try:
+            flat = nd.reshape(count, *nd.shape[lead:], copy=False)
+            nz = nz.reshape(count, *nz.shape[lead:], copy=False)
+        except ValueError:  # strides that one axis cannot express
+            for one, other in zip(nd, nz, strict=True):
+                _convert(one, other, lead - 1, to_nz=to_nz)
+            return
+        nd = flat
+    # These arrays are on the host, whatever backend calls are sent to.
+    _LAYOUT.call((nd, nz), (to_nz,), None, "cpu")
 
 
 def _resolve(infos: tuple[ArrayInfo, ...], params: tuple[bool], soc: object) -> Spec:

@@ -8,6 +8,7 @@ usable cores are those of the process's affinity mask, capped by a cgroup quota.
 from __future__ import annotations
 
 import math
+import operator
 import os
 from pathlib import Path
 
@@ -60,13 +61,16 @@ def check(value: object, name: str = "num_threads") -> int:
     """The count as an int (0 for None); raises ParamInvalidError unless it is in 1..1024."""
     if value is None:
         return AUTO
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        seen: object = f"{type(value).__name__} {value!r}"
-    else:
-        count = int(value.__index__())
+    seen: object = f"{type(value).__name__} {value!r}"
+    if not isinstance(value, bool):
+        try:
+            count = operator.index(value)  # type: ignore[arg-type]
+        except Exception:  # an __index__ may raise what it likes
+            count = 0
+        else:
+            seen = count
         if 1 <= count <= MAX_THREADS:
             return count
-        seen = count
     expected = f"an int from 1 to {MAX_THREADS}, or None"
     raise ParamInvalidError(
         f"{name}: expected {expected}, got {seen}",

@@ -75,7 +75,7 @@ def _share(a: Any, b: Any) -> bool:
     try:
         # numpy's stub knows only the two named efforts; the function takes any count.
         return bool(np.shares_memory(a, b, max_work=MAX_WORK))  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
+    except (np.exceptions.TooHardError, OverflowError):
         return True
 
 

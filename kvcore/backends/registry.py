@@ -21,10 +21,12 @@ from kvcore.backends.base import Backend
 from kvcore.backends.cpu import CpuBackend
 from kvcore.errors import BackendUnavailableError, fail
 
-__all__ = ["available", "get", "names", "register", "use", "why_not"]
+__all__ = ["available", "get", "load_errors", "names", "register", "use", "why_not"]
 
 ENTRY_POINTS = "kvcore.backends"
 ENVIRONMENT = "KVCORE_BACKEND"
+NPU = "aclnn"
+SPACES = frozenset({"host", "device"})
 
 _lock = threading.RLock()
 _backends: dict[str, Backend] = {"cpu": CpuBackend()}
@@ -36,8 +38,11 @@ def register(name: str, backend: Backend) -> None:
     """Add a backend. Raises ParamInvalidError for a taken name or an object that is none."""
     if not isinstance(name, str) or not name.isidentifier():
         fail("name", "an identifier", repr(name))
-    if not isinstance(backend, Backend):
-        fail("backend", "an object with name, spaces, why_not and prepare", type(backend).__name__)
+    if isinstance(backend, type) or not isinstance(backend, Backend):
+        seen = getattr(backend, "__qualname__", type(backend).__name__)
+        fail("backend", "an object with name, spaces, why_not and prepare", seen)
+    if not isinstance(backend.spaces, frozenset | set) or not backend.spaces <= SPACES:
+        fail("backend", "spaces that are a set of 'host' and 'device'", repr(backend.spaces))
     with _lock:
         if name in _backends and _backends[name] is not backend:
             fail("name", "a name that is free", repr(name))
@@ -65,25 +70,32 @@ def names() -> tuple[str, ...]:
     return tuple(_backends)
 
 
+def load_errors() -> dict[str, str]:
+    """What went wrong, by name, for each entry point that gave no backend."""
+    _search()
+    return dict(_broken)
+
+
 def available() -> tuple[str, ...]:
     """The backends that can run here."""
-    return tuple(name for name in names() if _backends[name].why_not() is None)
+    return tuple(name for name in names() if _reason(_backends[name]) is None)
 
 
 def why_not(name: str) -> str | None:
     """Why that backend cannot run here; None when it can."""
     _search()
     if name in _backends:
-        return _backends[name].why_not()
+        return _reason(_backends[name])
     return _broken.get(name, f"no backend of that name; known: {', '.join(_backends)}")
 
 
 def get(name: str) -> Backend:
     """The backend of that name, usable or not; ParamInvalidError lists the known ones."""
-    if name not in _backends:
+    known = isinstance(name, str)
+    if known and name not in _backends:
         _search()
-    if name not in _backends:
-        if name in _broken:
+    if not known or name not in _backends:
+        if known and name in _broken:
             raise BackendUnavailableError(
                 f"backend {name!r} is not available: {_broken[name]}", argument="backend", seen=name
             )
@@ -107,8 +119,15 @@ def use(name: str) -> Iterator[Backend]:
         settings.BACKEND.reset(token)
 
 
+def _reason(backend: Backend, plan: Plan | None = None) -> str | None:
+    try:
+        return backend.why_not(plan)
+    except Exception as error:  # one that cannot even say why it cannot run must not break others
+        return f"why_not() raised {type(error).__name__}: {error}"
+
+
 def _require(backend: Backend, plan: Plan | None) -> None:
-    reason = backend.why_not(plan)
+    reason = _reason(backend, plan)
     if reason is not None:
         raise BackendUnavailableError(
             f"backend {backend.name!r} is not available: {reason}",
@@ -126,18 +145,24 @@ def _choose(
         asked = settings.BACKEND.get()
     if asked is None:
         asked = os.environ.get(ENVIRONMENT, "").strip() or None
-    if asked is None:
-        if not on_device:
-            return None, None
-        asked = "aclnn"
-    chosen = get(asked) if isinstance(asked, str) else asked
-    if not isinstance(chosen, Backend):
-        fail("backend", "a name or a Backend", type(asked).__name__)
-    if isinstance(chosen, CpuBackend) and not on_device:
+    if asked is None and not on_device:
         return None, None
     spaces = {"device" if info.on_device else "host" for info in plan.infos() if info is not None}
     if len(spaces) > 1:
         fail("backend", "arrays that all live on the host or all on one device", "a mixture")
+    if asked is None:
+        asked = NPU
+        if asked not in names():
+            raise BackendUnavailableError(
+                f"backend {NPU!r} is not available: it is not installed, and NPU arrays need it",
+                argument="backend",
+                seen=NPU,
+            )
+    chosen = get(asked) if isinstance(asked, str) else asked
+    if isinstance(chosen, type) or not isinstance(chosen, Backend):
+        fail("backend", "a name or a Backend", type(asked).__name__)
+    if isinstance(chosen, CpuBackend) and not on_device:
+        return None, None
     _require(chosen, None)
     if not spaces <= chosen.spaces:
         beyond = ", ".join(sorted(spaces - chosen.spaces))

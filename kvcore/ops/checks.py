@@ -8,7 +8,7 @@ A message names the argument, what was expected and what was seen:
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ __all__ = [
     "flag",
     "index_dtype",
     "integers",
+    "listed",
     "mode",
     "need",
     "one_index_dtype",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 INT64_MAX = 2**63 - 1
+MOST_LISTED = 64
 
 
 def need(info: ArrayInfo | None, argument: str, why: str = "an array") -> ArrayInfo:
@@ -75,24 +77,20 @@ def dtype_named(name: Any, argument: str) -> DType | None:
     """The row of a dtype= argument: a name, a DType, or a dtype object of numpy or torch."""
     if name is None:
         return None
-    if isinstance(name, DType):
-        return name
     spelled = name
-    if not isinstance(name, str):
+    if isinstance(name, DType):
+        spelled = name.name
+    elif not isinstance(name, str):
         spelled = str(name).removeprefix("torch.")
         if spelled not in dtypes.BY_NAME:
             try:
                 spelled = np.dtype(name).name
-            except TypeError:
+            except Exception:  # whatever numpy makes of an object that is no type
                 spelled = repr(name)
     row = dtypes.BY_NAME.get(spelled)
     if row is None or row not in dtypes.DATA_DTYPES:
         names = ", ".join(row.name for row in dtypes.DATA_DTYPES)
-        fail(
-            argument,
-            f"one of {names}",
-            repr(name) if isinstance(name, str) else spelled,
-        )
+        fail(argument, f"one of {names}", repr(name) if isinstance(name, str) else spelled)
     return row
 
 
@@ -153,10 +151,14 @@ def one_index_dtype(first: ArrayInfo, *others: ArrayInfo | None) -> DType:
 
 def mode(value: object, argument: str, known: Sequence[str], default: str) -> str:
     """A mode string; None and "" are the default."""
-    if value is None or (isinstance(value, str) and value == ""):
+    if value is None:
         return default
-    if isinstance(value, str) and value in known:
-        return str(value)
+    if isinstance(value, str):
+        if value == "":
+            return default
+        for one in known:
+            if value == one:  # an enum of strings prints as its own name
+                return one
     fail(argument, "one of " + ", ".join(map(repr, known)) + " or None", repr(value))
 
 
@@ -167,22 +169,42 @@ def flag(value: object, argument: str) -> bool:
     fail(argument, "True or False", repr(value))
 
 
+def listed(value: Any) -> Any:
+    """A hashable stand-in of a sequence of integers, for a plan's signature.
+
+    A tuple of ints, or Unlisted for anything else: what it may be is said by ``integers``, in the
+    modes that need it.
+    """
+    if type(value) is tuple and all(type(item) is int for item in value):
+        return value
+    try:
+        if isinstance(value, str | bytes | bytearray | Mapping | Set):
+            return Unlisted(repr(value))
+        if len(value) > MOST_LISTED:
+            return Unlisted(f"{len(value)} values")
+        items = tuple(value)
+        if not any(isinstance(item, bool | np.bool) for item in items):
+            return tuple([operator.index(item) for item in items])
+    except Exception:  # anything may come out of an object that is no sequence
+        return Unlisted(repr(value))
+    return Unlisted(repr(value))
+
+
+class Unlisted(str):
+    """What was given where integers belong, as it prints."""
+
+    __slots__ = ()
+
+
 def integers(value: Any, argument: str, count: int) -> tuple[int, ...]:
-    """A sequence of exactly ``count`` integers as a tuple of Python ints."""
+    """``count`` integers out of what ``listed`` gave."""
     expected = f"{count} integers"
-    try:
-        found = tuple(value)
-    except TypeError:
-        fail(argument, expected, repr(value))
-    if len(found) != count:
-        fail(argument, expected, f"{len(found)} values")
-    try:
-        return tuple(
-            operator.index(item) if not isinstance(item, bool) else operator.index("")  # type: ignore[arg-type]
-            for item in found
-        )
-    except TypeError:
-        fail(argument, expected, repr(value))
+    if isinstance(value, Unlisted):
+        fail(argument, expected, str(value))
+    if len(value) != count:
+        fail(argument, expected, f"{len(value)}: {list(value)}")
+    found: tuple[int, ...] = value
+    return found
 
 
 def slot_fault(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 from typing import Any
 
@@ -146,12 +147,16 @@ def _layer(layer_id: Any) -> tuple[Any, int | None]:
     """(array, None) or (None, int)."""
     if type(layer_id) is int:
         return None, layer_id
-    if isinstance(layer_id, bool):
-        checks.fail("layer_id", "an int or an array [1]", repr(layer_id))
     if isinstance(layer_id, np.integer) or (
         hasattr(layer_id, "__index__") and not hasattr(layer_id, "shape")
     ):
-        return None, int(layer_id.__index__())
+        seen = repr(layer_id)
+        if not isinstance(layer_id, bool):
+            try:
+                return None, operator.index(layer_id)
+            except Exception as error:  # an __index__ may raise what it likes
+                seen = f"{type(error).__name__}: {error}"
+        checks.fail("layer_id", "an int or an array [1]", seen)
     return layer_id, None
 
 

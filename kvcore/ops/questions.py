@@ -71,8 +71,8 @@ def _scatter_params(words: Words) -> tuple[Any, ...]:
     return (
         words["cache_mode"],
         words["scatter_mode"],
-        None if strides is None else scatter_pa.listed(strides),
-        None if offsets is None else scatter_pa.listed(offsets),
+        None if strides is None else checks.listed(strides),
+        None if offsets is None else checks.listed(offsets),
         words["dtype"],
         words["value_dtype"],
     )

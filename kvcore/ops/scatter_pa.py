@@ -329,10 +329,10 @@ def _check_nct(case: Case) -> None:
 
 
 def _c_contiguous(info: ArrayInfo) -> bool:
+    if 0 in info.shape:
+        return True
     step = info.itemsize
     for size, stride in zip(reversed(info.shape), reversed(info.strides), strict=True):
-        if size == 0:
-            return True
         if size != 1 and stride != step:
             return False
         step *= size
@@ -459,9 +459,9 @@ def scatter_pa_kv_cache(
     Source: CANN aclnnScatterPaKvCache.
     """
     if strides is not None:
-        strides = listed(strides)
+        strides = checks.listed(strides)
     if offsets is not None:
-        offsets = listed(offsets)
+        offsets = checks.listed(offsets)
     SCATTER.call(
         (
             key,
@@ -478,19 +478,6 @@ def scatter_pa_kv_cache(
         backend,
         num_threads,
     )
-
-
-def listed(value: Any) -> Any:
-    # A signature needs a hashable value whose equality means the same numbers.
-    if type(value) is tuple and all(type(item) is int for item in value):
-        return value
-    try:
-        items = tuple(value)
-    except TypeError:
-        return repr(value)
-    if any(isinstance(item, bool) or not hasattr(item, "__index__") for item in items):
-        return repr(value)
-    return tuple(int(item.__index__()) for item in items)
 
 
 def plan_scatter_pa_kv_cache(
@@ -528,8 +515,8 @@ def plan_scatter_pa_kv_cache(
         (
             cache_mode,
             scatter_mode,
-            None if strides is None else listed(strides),
-            None if offsets is None else listed(offsets),
+            None if strides is None else checks.listed(strides),
+            None if offsets is None else checks.listed(offsets),
             dtype,
             value_dtype,
         ),
