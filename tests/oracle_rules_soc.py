@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which legal calls a SoC refuses, from the raw arguments; shares nothing with the package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from oracle_numbers import FLOAT4, logical_name
+from oracle_rules import Arguments
+from oracle_scatter import NO_MODE, absent, scenario
+
+OLDER = ("A2", "A3")
+FLOAT8 = ("hifloat8", "float8_e5m2", "float8_e4m3fn")
+
+
+def refuses(operator: str, a: Arguments, soc: str) -> str | None:
+    """Why that SoC refuses a call that is legal without one; None: it runs it."""
+    if operator == "kv_cache_update":
+        return _update(a, soc)
+    return _scatter(a, soc, operator == "scatter_pa_cache")
+
+
+def _scatter(a: Arguments, soc: str, key_operator: bool) -> str | None:
+    alone = absent(a.get("value")) and absent(a.get("value_cache"))
+    mode = a.get("scatter_mode", "None")
+    number = scenario(a["key"], a.get("cache_mode", "Norm"), mode, alone)
+    nct = mode == "Nct" and number in (2, 6)
+    if mode in NO_MODE and number == 3:
+        mode = "Rope" if a.get("compress_seq_offset") is not None else "Alibi"
+    key = logical_name(a["key"], a.get("dtype"))
+    value = key if alone else logical_name(a["value"], a.get("value_dtype") or a.get("dtype"))
+    cache = a["key_cache"]
+    rows = cache.shape[0] * (cache.shape[-2] if number in (1, 7) else cache.shape[1])
+    tokens = len(a["slot_mapping"]) if number in (1, 2, 6, 7) else a["key"].shape[0]
+    if key_operator:
+        if soc in OLDER:
+            return "no such operator"
+        if number == 3 and key in (*FLOAT8, *FLOAT4):
+            return "dtype"
+    elif soc in OLDER:
+        if number == 3:
+            return "scenario"
+        if alone and number != 6:
+            return "key only"
+        short = ("float16", "bfloat16") if number in (5, 7) else ("float16", "bfloat16", "int8")
+        if key not in short or value not in short:
+            return "dtype"
+        if value == "int8" and key != "int8":
+            return "int8 value"
+        if number == 7 and any(
+            a[lane].shape[2] * a[lane].itemsize % 32 for lane in ("key", "value")
+        ):
+            return "head size"
+    else:
+        if number in (6, 7) or alone:
+            return "scenario or key only"
+        if number == 5 and key not in ("float16", "bfloat16"):
+            return "dtype"
+        if key in FLOAT4 and (number not in (1, 2) or nct):
+            return "float4"
+    return "slots" if number != 3 and rows < tokens else None
+
+
+def _update(a: Arguments, soc: str) -> str | None:
+    if soc not in OLDER:
+        return "no such operator"
+    element = logical_name(a["new_kv"], a.get("dtype"))
+    if element not in ("float16", "int8"):
+        return "dtype"
+    if a["past"].shape[3] * a["past"].itemsize % 32:
+        return "hidden"
+    for name in ("layer_id", "token_offset", "seq_len"):
+        if isinstance(a[name], np.ndarray) and a[name].dtype != np.int32:
+            return "index dtype"
+    return _update_values(a)
+
+
+def _update_values(a: Arguments) -> str | None:
+    longest: Any = a["past"].shape[2]
+    if (np.asarray(a["seq_len"]) < 1).any():
+        return "seq_len"
+    if (np.asarray(a["token_offset"]) >= longest).any():
+        return "token_offset"
+    return None
