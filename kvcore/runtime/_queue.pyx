@@ -676,7 +676,7 @@ cdef class Executor:
             return True
         if kind in self.types_bare:
             return False
-        if not callable(getattr(plan, "run", None)):
+        if kind is type or not callable(getattr(plan, "run", None)):
             raise ParamInvalidError(
                 f"plan: expected an object with run(), got {kind.__name__}",
                 argument="plan", seen=kind.__name__, expected="a plan",

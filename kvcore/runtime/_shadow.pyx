@@ -15,8 +15,9 @@ The map is a sorted array cut into chunks of at most CHUNK segments, so a change
 memory however many segments there are.
 """
 
+cimport cython
 from libc.stdint cimport int32_t, int64_t
-from libc.stdlib cimport free, malloc, realloc
+from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memmove
 
 cdef enum:
@@ -44,6 +45,68 @@ cdef struct Record:
 
 HIT_WRITE = 1       # the earlier access was a write
 HIT_READ = 0
+
+
+@cython.final
+cdef class Vector:
+    """What has been reached of each lane: counts by lane, never changed once made.
+
+    Lanes beyond the end are at 0.  Shared by operations, records and lanes.
+    """
+
+    cdef int64_t* counts
+    cdef Py_ssize_t n
+
+    def __cinit__(self, Py_ssize_t n=0):
+        self.counts = <int64_t*>calloc(max(n, 1), sizeof(int64_t))
+        if self.counts == NULL:
+            raise MemoryError
+        self.n = n
+
+    def __dealloc__(self):
+        free(self.counts)
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, Py_ssize_t lane):
+        if lane < 0:
+            raise IndexError("lane")
+        return self.counts[lane] if lane < self.n else 0
+
+    def join(self, Vector other, Py_ssize_t lane, int64_t count):
+        """The least vector that has reached both, and the count on the lane."""
+        cdef Py_ssize_t n = max(self.n, max(other.n, lane + 1))
+        cdef Vector out = Vector(n)
+        cdef Py_ssize_t i
+        memcpy(out.counts, self.counts, self.n * sizeof(int64_t))
+        for i in range(other.n):
+            if other.counts[i] > out.counts[i]:
+                out.counts[i] = other.counts[i]
+        if count > out.counts[lane]:
+            out.counts[lane] = count
+        return out
+
+    def meet(self, Vector other):
+        """The greatest vector that both have reached."""
+        cdef Py_ssize_t n = min(self.n, other.n)
+        cdef Vector out = Vector(n)
+        cdef Py_ssize_t i
+        for i in range(n):
+            out.counts[i] = min(self.counts[i], other.counts[i])
+        return out
+
+    def reached(self, Vector other, Py_ssize_t lane, int64_t count):
+        """True when this has reached everything of the other, and the count on the lane."""
+        cdef Py_ssize_t i
+        if count > (self.counts[lane] if lane < self.n else 0):
+            return False
+        if other is self:
+            return True
+        for i in range(other.n):
+            if other.counts[i] > (self.counts[i] if i < self.n else 0):
+                return False
+        return True
 
 
 cdef class Shadow:
@@ -95,8 +158,7 @@ cdef class Shadow:
             total += self.chunks[i].n
         return total
 
-    def record(self, int32_t lane, int64_t count):
-        """A new record; its number."""
+    cdef int64_t _record(self, int32_t lane, int64_t count) except -1:
         cdef int64_t wanted
         cdef void* fresh
         if self.num_records == self.max_records:
@@ -112,13 +174,13 @@ cdef class Shadow:
         return self.num_records - 1
 
     cdef inline bint _ordered(self, int64_t record, int32_t lane, int64_t host,
-                              const int64_t[::1] vector) noexcept:
+                              Vector vector) noexcept:
         cdef int32_t its = self.records[record].lane
         if its == lane:
             return True
         if its == 0:
             return host >= self.records[record].count
-        return its < vector.shape[0] and vector[its] >= self.records[record].count
+        return its < vector.n and vector.counts[its] >= self.records[record].count
 
     # -- readers
 
@@ -276,28 +338,25 @@ cdef class Shadow:
 
     # -- accesses
 
-    def access(self, const int64_t[:, :] ranges, bint write, int64_t record, int32_t lane,
-               int64_t host, const int64_t[::1] vector):
-        """Compare ranges with what is there and enter them.
+    def access(self, const int64_t[:, :] ranges, bint write, int32_t lane, int64_t count,
+               int64_t host, Vector vector not None):
+        """Compare ranges with what is there and enter them, as a new record.
 
-        Returns None, or rows (other record, start, end, HIT_WRITE or HIT_READ).
+        lane, count: the launch.  host, vector: what it comes after.  The record's number is
+        ``num_live`` from before the call.  Returns None, or rows (other record, start, end,
+        HIT_WRITE or HIT_READ).
         """
         cdef Py_ssize_t row
         cdef list hits = None
-        self._check_record(record)
+        cdef int64_t record = self._record(lane, count)
         for row in range(ranges.shape[0]):
             if ranges[row, 0] < ranges[row, 1]:
                 hits = self._one(ranges[row, 0], ranges[row, 1], write, record, lane, host,
                                  vector, hits)
         return hits
 
-    cdef int _check_record(self, int64_t record) except -1:
-        if record < 0 or record >= self.num_records:
-            raise IndexError("record")
-        return 0
-
     cdef list _one(self, int64_t start, int64_t end, bint write, int64_t record, int32_t lane,
-                   int64_t host, const int64_t[::1] vector, list hits):
+                   int64_t host, Vector vector, list hits):
         cdef int32_t i = self._cut(start)
         cdef Py_ssize_t c = self.at
         cdef Segment* s
@@ -315,7 +374,7 @@ cdef class Shadow:
         return self._read(start, end, i, record, lane, host, vector, hits)
 
     cdef list _compare(self, Segment* s, bint write, int32_t lane, int64_t host,
-                       const int64_t[::1] vector, list hits):
+                       Vector vector, list hits):
         cdef int32_t reader
         if s.writer != NONE and not self._ordered(s.writer, lane, host, vector):
             if hits is None:
@@ -332,7 +391,7 @@ cdef class Shadow:
         return hits
 
     cdef int _enter(self, Segment* s, bint write, int64_t record, int32_t lane, int64_t host,
-                    const int64_t[::1] vector) except -1:
+                    Vector vector) except -1:
         cdef int32_t reader = s.readers
         cdef int32_t following
         cdef int32_t kept = NONE
@@ -355,7 +414,7 @@ cdef class Shadow:
         return 0
 
     cdef list _write(self, int64_t start, int64_t end, int32_t i, int64_t record, int32_t lane,
-                     int64_t host, const int64_t[::1] vector, list hits):
+                     int64_t host, Vector vector, list hits):
         # The borders are cut, so segments are inside as a whole or outside; i is in chunk at.
         cdef Py_ssize_t c = self.at
         cdef int32_t n
@@ -383,7 +442,7 @@ cdef class Shadow:
         return hits
 
     cdef list _read(self, int64_t start, int64_t end, int32_t i, int64_t record, int32_t lane,
-                    int64_t host, const int64_t[::1] vector, list hits):
+                    int64_t host, Vector vector, list hits):
         cdef Py_ssize_t c = self.at
         cdef int64_t place = start
         cdef Segment* s
@@ -455,7 +514,7 @@ cdef class Shadow:
         self.num_records = 0
         self.at = 0
 
-    def sweep(self, int64_t host, const int64_t[::1] floor):
+    def sweep(self, int64_t host, Vector floor not None):
         """Forget accesses ordered before everything to come, and renumber the records.
 
         host, floor: the least vector that any later access can have.  Returns the old numbers

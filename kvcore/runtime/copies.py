@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Access", "Copy", "Fill", "Ranges", "ranges_of"]
 
+_BITS: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("u2"),
+    4: np.dtype("u4"),
+    8: np.dtype("u8"),
+}
 Ranges = npt.NDArray[np.int64]
 Demand = tuple[int, float, int]
 Whole = tuple[tuple["Access", ...], tuple["Access", ...]]
@@ -81,10 +87,12 @@ def merge(rows: Ranges) -> Ranges:
 
 
 def bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same elements as unsigned integers, which numpy moves fast and without the GIL."""
-    if array.itemsize in (1, 2, 4, 8):
-        return array.view(f"u{array.itemsize}")
-    return array.view(f"V{array.itemsize}")
+    """The same elements as a type of numpy's own, which it moves fast and without the GIL."""
+    if array.dtype.kind in "biufc":
+        return array
+    size = array.itemsize
+    carrier: np.dtype[Any] = _BITS[size] if size in _BITS else np.dtype(f"V{size}")
+    return array.view(carrier)
 
 
 def pieces_of(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
@@ -121,55 +129,69 @@ class Copy:
     )
     workspace_size = 0
 
-    def __init__(
-        self, device: Device, dsts: Sequence[object], srcs: Sequence[object], batch: bool
-    ) -> None:
-        pairs = []
-        for i, (dst, src) in enumerate(zip(dsts, srcs, strict=True)):
-            where = f"[{i}]" if batch else ""
-            pairs.append(_pair(device, dst, src, f"dst{where}", f"src{where}"))
-        self.name = "copy_batch" if batch else "copy"
-        self.bytes_moved = sum(d.nbytes for d, _ in pairs)
-        counts = [pieces_of(d, s) for d, s in pairs]
-        self.num_descriptors = sum(counts)
-        straight = [
-            (d.ctypes.data, s.ctypes.data, d.nbytes)
-            for d, s in pairs
-            if d.flags.c_contiguous and s.flags.c_contiguous
-        ]
-        self._table = np.array(straight, np.int64).reshape(-1, 3)
-        self._loops = [
-            (bits(d), bits(s))
-            for d, s in pairs
-            if not (d.flags.c_contiguous and s.flags.c_contiguous)
-        ]
-        self.writes = _accesses("dst", dsts, [d for d, _ in pairs])
-        self.reads = _accesses("src", srcs, [s for _, s in pairs])
+    def __init__(self, device: Device, dst: object, src: object) -> None:
+        d, s = _pair(device, dst, src, "dst", "src")
+        self.name = "copy"
+        self._table: Ranges | None = None
+        self._loops = [(bits(d), bits(s))]
+        self.bytes_moved = d.nbytes
+        self.num_descriptors = pieces_of(d, s)
+        self.writes: tuple[Access, ...] = (Access("dst", dst, (d,)),)
+        self.reads: tuple[Access, ...] = (Access("src", src, (s,)),)
         self.demands: list[Demand] = []
         self.host_bytes = 0
         if device._clock is not None:
-            share = 1 / device._clock.profile.value("pageable_share")
+            self._demand(device, space_of(dst), space_of(src), d.nbytes, self.num_descriptors)
+
+    @classmethod
+    def batch(cls, device: Device, dsts: Sequence[object], srcs: Sequence[object]) -> Copy:
+        """srcs[i] over dsts[i] for all i, in order."""
+        self = cls.__new__(cls)
+        pairs = [
+            _pair(device, dst, src, f"dst[{i}]", f"src[{i}]")
+            for i, (dst, src) in enumerate(zip(dsts, srcs, strict=True))
+        ]
+        self.name = "copy_batch"
+        self.bytes_moved = sum(d.nbytes for d, _ in pairs)
+        counts = [pieces_of(d, s) for d, s in pairs]
+        self.num_descriptors = sum(counts)
+        self._table = None
+        self._loops = []
+        if max(counts, default=0) <= 1:
+            rows = [(d.ctypes.data, s.ctypes.data, d.nbytes) for d, s in pairs]
+            self._table = np.array(rows, np.int64).reshape(-1, 3)
+        else:
+            self._loops = [(bits(d), bits(s)) for d, s in pairs]
+        self.writes = _accesses("dst", dsts, [d for d, _ in pairs])
+        self.reads = _accesses("src", srcs, [s for _, s in pairs])
+        self.demands = []
+        self.host_bytes = 0
+        if device._clock is not None:
             sums: dict[tuple[str, str], list[int]] = {}
             for dst, src, (d, _), count in zip(dsts, srcs, pairs, counts, strict=True):
                 entry = sums.setdefault((space_of(dst), space_of(src)), [0, 0])
                 entry[0] += d.nbytes
                 entry[1] += count
             for (to, source), (nbytes, count) in sums.items():
-                self._demand(to, source, nbytes, count, share)
+                self._demand(device, to, source, nbytes, count)
+        return self
 
-    def _demand(self, to: str, source: str, nbytes: int, count: int, share: float) -> None:
+    def _demand(self, device: Device, to: str, source: str, nbytes: int, count: int) -> None:
         if to == source == "device":
             self.demands.append((HBM, 2 * nbytes, count))
         elif to != "device" and source != "device":
             self.host_bytes += nbytes
         else:
             link = H2D if to == "device" else D2H
-            over = nbytes * share if PAGEABLE in (to, source) else nbytes
+            over: float = nbytes
+            if PAGEABLE in (to, source):
+                assert device.profile is not None
+                over = nbytes / device.profile.value("pageable_share")
             self.demands += [(link, over, count), (HBM, nbytes, count)]
 
     def run(self) -> None:
         """Move the bytes; dst may overlap src."""
-        if len(self._table):
+        if self._table is not None:
             move(self._table)
         for dst, src in self._loops:
             np.copyto(dst, src)
@@ -236,9 +258,9 @@ def _pair(
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     d = array_of(dst, dst_name, device)
     s = array_of(src, src_name, device)
-    d_type = getattr(dst, "dtype", d.dtype)
-    s_type = getattr(src, "dtype", s.dtype)
     if d.dtype != s.dtype:
+        d_type = getattr(dst, "dtype", d.dtype)
+        s_type = getattr(src, "dtype", s.dtype)
         raise ParamInvalidError(
             f"{src_name}: expected dtype {d_type} as {dst_name}, got {s_type}",
             argument=src_name,

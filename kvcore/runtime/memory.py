@@ -148,7 +148,8 @@ class Buffer(BufferCore):
         parts = index if isinstance(index, tuple) else (index,)
         for part in parts:
             plain = part is None or part is Ellipsis or isinstance(part, slice)
-            if not plain and (isinstance(part, bool) or not hasattr(part, "__index__")):
+            number = isinstance(part, int | np.integer) and not isinstance(part, bool)
+            if not plain and not number:
                 raise ParamInvalidError(
                     "index: expected numbers and slices (a view), "
                     f"got {type(part).__name__} (which would copy)",

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from kvcore.errors import RaceError
 from kvcore.runtime._queue import BufferCore
-from kvcore.runtime._shadow import HIT_WRITE, Shadow
+from kvcore.runtime._shadow import HIT_WRITE, Shadow, Vector
 from kvcore.runtime.copies import ranges_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Party", "Race", "RaceCheck"]
 
-Vector = npt.NDArray[np.int64]
 MAX_RACES = 1000
 FIRST_SWEEP = 1 << 16
 
@@ -92,7 +91,7 @@ class _Lane:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.vector: Vector = np.zeros(1, np.int64)
+        self.vector = Vector()
         self.count = 0
         self.last = 0  # the count of the last launch
         self.host_version = 0
@@ -112,31 +111,16 @@ class Stamp:
 class _Record:
     """What a report needs to know of one access."""
 
-    __slots__ = ("argument", "name", "number", "site", "stream")
+    __slots__ = ("name", "number", "site", "stream")
 
-    def __init__(
-        self, name: str, stream: str, site: Site | None, argument: str, number: float
-    ) -> None:
+    def __init__(self, name: str, stream: str, site: Site | None, number: float) -> None:
         self.name = name
         self.stream = stream
         self.site = site
-        self.argument = argument
         self.number = number
 
-    def party(self, writes: bool) -> Party:
-        file, line = ("", 0) if self.site is None else (self.site[0].co_filename, self.site[1])
-        return Party(self.name, self.stream, file, line, self.argument, writes)
-
-
-def _join(a: Vector, b: Vector, lane: int, count: int) -> Vector:
-    """The least vector that has reached both, and the count on the lane."""
-    n = max(len(a), len(b), lane + 1)
-    out = np.zeros(n, np.int64)
-    out[: len(a)] = a
-    np.maximum(out[: len(b)], b, out=out[: len(b)])
-    if count > out[lane]:
-        out[lane] = count
-    return out
+    def party(self, argument: str, writes: bool) -> Party:
+        return Party(self.name, self.stream, *_place(self.site), argument, writes)
 
 
 class RaceCheck:
@@ -153,11 +137,11 @@ class RaceCheck:
         self._reported = 0
         self._check_host = check_host
         self._shadow = Shadow()
-        self._records: dict[int, _Record] = {}
+        self._records: list[tuple[_Record, str]] = []
         self._lanes: dict[int, _Lane] = {}
         self._host_count = 0
         self._host_version = 0
-        self._host_vector: Vector = np.zeros(1, np.int64)
+        self._host_vector = Vector()
         self._in_flight: dict[int, Vector] = {}
         self._seen: set[tuple[object, ...]] = set()
         self._next_sweep = FIRST_SWEEP
@@ -175,7 +159,7 @@ class RaceCheck:
 
     def _refresh(self, lane: _Lane) -> None:
         if lane.host_version != self._host_version:
-            lane.vector = _join(lane.vector, self._host_vector, 0, 0)
+            lane.vector = lane.vector.join(self._host_vector, 0, 0)
             lane.host_version = self._host_version
 
     def launched(self, index: int, note: Note, op: Op) -> None:
@@ -202,15 +186,16 @@ class RaceCheck:
         """A lane waits for a record."""
         lane = self._lanes[index]
         self._refresh(lane)
-        if not _reached(lane.vector, stamp):
+        if not lane.vector.reached(stamp.vector, stamp.lane, stamp.count):
             # A wait counts, so that who has reached this count has reached the join as well.
             lane.count += 1
-            lane.vector = _join(lane.vector, stamp.vector, stamp.lane, stamp.count)
+            lane.vector = lane.vector.join(stamp.vector, stamp.lane, stamp.count)
 
     def host_joined(self, stamp: Stamp) -> None:
         """The host has waited for a record."""
-        if not _reached(self._host_vector, stamp):
-            self._host_vector = _join(self._host_vector, stamp.vector, stamp.lane, stamp.count)
+        vector = self._host_vector
+        if not vector.reached(stamp.vector, stamp.lane, stamp.count):
+            self._host_vector = vector.join(stamp.vector, stamp.lane, stamp.count)
             self._host_version += 1
         if self._records and not self._in_flight and self._host_knows_all():
             # Whatever comes is launched by this host, so it is ordered after all there was.
@@ -218,11 +203,7 @@ class RaceCheck:
 
     def _host_knows_all(self) -> bool:
         vector = self._host_vector
-        last = len(vector)
-        for index, lane in self._lanes.items():
-            if lane.last and (index >= last or vector[index] < lane.last):
-                return False
-        return True
+        return all(vector[index] >= lane.last for index, lane in self._lanes.items())
 
     def _forget(self) -> None:
         self._shadow.reset()
@@ -258,10 +239,11 @@ class RaceCheck:
         if not op.is_work or not hasattr(op.target, "touched"):
             return
         reads, writes = op.target.touched()
+        record = _Record(op.name, queue.name, note.site, op.number)
         for access in reads:
-            self._enter(access, False, op, note, queue)
+            self._enter(access, False, note, record)
         for access in writes:
-            self._enter(access, True, op, note, queue)
+            self._enter(access, True, note, record)
 
     def skipped(self, op: Op) -> None:
         """An operation will not run, or failed and (plans being atomic) wrote nothing."""
@@ -269,13 +251,13 @@ class RaceCheck:
         if self._plain_writes:
             self._plain_writes.pop(op.number, None)
 
-    def _enter(self, access: Any, write: bool, op: Op, note: Note, queue: Queue) -> None:
+    def _enter(self, access: Any, write: bool, note: Note, record: _Record) -> None:
         ranges = access.ranges
         if not len(ranges):
             return
         self._hold(access.owner)
-        record = _Record(op.name, queue.name, note.site, access.argument, op.number)
-        self._access(ranges, write, note.lane, note.count, note.host, note.vector, record)
+        what = (record, access.argument)
+        self._access(ranges, write, note.lane, note.count, note.host, note.vector, what)
 
     def host_access(
         self, owner: object, array: npt.NDArray[Any], write: bool, name: str, site: Site | None
@@ -283,9 +265,9 @@ class RaceCheck:
         """The host touches an array, here and now."""
         self._host_count += 1
         self._hold(owner)
-        record = _Record(name, "the host", site, "the buffer", np.inf)
+        what = (_Record(name, "the host", site, np.inf), "the buffer")
         count = self._host_count
-        self._access(ranges_of(array), write, 0, count, count, self._host_vector, record)
+        self._access(ranges_of(array), write, 0, count, count, self._host_vector, what)
 
     def function_access(
         self,
@@ -299,9 +281,9 @@ class RaceCheck:
         """A host function touches an array: an access of its stream."""
         note = op.note
         self._hold(owner)
-        record = _Record(op.name, queue.name, site, "the buffer", op.number)
+        what = (_Record(op.name, queue.name, site, op.number), "the buffer")
         ranges = ranges_of(array)
-        self._access(ranges, write, note.lane, note.count, note.host, note.vector, record)
+        self._access(ranges, write, note.lane, note.count, note.host, note.vector, what)
 
     def _access(
         self,
@@ -311,20 +293,21 @@ class RaceCheck:
         count: int,
         host: int,
         vector: Vector,
-        what: _Record,
+        what: tuple[_Record, str],
     ) -> None:
         shadow = self._shadow
         if self._gone:
             self._clear_gone()
         if shadow.num_live >= self._next_sweep:
             self._sweep()
-        number = shadow.record(lane, count)
-        self._records[number] = what
-        hits = shadow.access(ranges, write, number, lane, host, vector)
+        self._records.append(what)
+        hits = shadow.access(ranges, write, lane, count, host, vector)
         if hits is not None:
             self._found(hits, what, write)
 
-    def _found(self, hits: Sequence[tuple[int, int, int, int]], what: _Record, write: bool) -> None:
+    def _found(
+        self, hits: Sequence[tuple[int, int, int, int]], what: tuple[_Record, str], write: bool
+    ) -> None:
         groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for other, start, end, flag in hits:
             groups.setdefault((other, flag), []).append((start, end))
@@ -334,15 +317,15 @@ class RaceCheck:
             # By launch.  The host's accesses count as last: an operation launched after one
             # would be ordered after it.
             pair = [(met, met_writes), (what, write)]
-            if what.number < met.number:
+            if what[0].number < met[0].number:
                 pair.reverse()
-            (one, one_writes), (two, two_writes) = pair
+            ((one, one_argument), one_writes), ((two, two_argument), two_writes) = pair
             kind = "WAW" if one_writes and two_writes else "RAW" if one_writes else "WAR"
             start, end = shared[0]
             race = Race(
                 kind,
-                one.party(one_writes),
-                two.party(two_writes),
+                one.party(one_argument, one_writes),
+                two.party(two_argument, two_writes),
                 start,
                 end,
                 sum(e - s for s, e in shared),
@@ -411,12 +394,10 @@ class RaceCheck:
         host = self._host_count
         for flying in list(self._in_flight.values()):
             if flying is not floor:
-                n = min(len(floor), len(flying))
-                floor = np.minimum(floor[:n], flying[:n])
+                floor = floor.meet(flying)
                 host = 0
-        left = self._shadow.sweep(host, np.ascontiguousarray(floor))
-        self._records = {new: self._records[old] for new, old in enumerate(left)}
-        self._next_sweep = max(FIRST_SWEEP, 2 * len(left))
+        self._records = [self._records[old] for old in self._shadow.sweep(host, floor)]
+        self._next_sweep = max(FIRST_SWEEP, 2 * len(self._records))
 
     # -- plain sources
 
@@ -440,14 +421,6 @@ class RaceCheck:
         if writes:
             self._plain_writes[op.number] = writes
         note.checksums = sums or None
-
-
-def _reached(vector: Vector, stamp: Stamp) -> bool:
-    """True when a vector has reached all that a record's has, the record included."""
-    if stamp.lane >= len(vector) or vector[stamp.lane] < stamp.count:
-        return stamp.count == 0 and not stamp.vector.any()
-    n = len(stamp.vector)
-    return stamp.vector is vector or (len(vector) >= n and bool((vector[:n] >= stamp.vector).all()))
 
 
 def _place(site: Site | None) -> tuple[str, int]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
     from kvcore.runtime.device import Device
 
 __all__ = ["Stream", "current_stream", "use_stream"]
+
+MAX_COMPUTE_US = 1e12  # eleven days
 
 #: The streams in use in this task, innermost last.  A context variable: a task that sets it
 #: changes nobody else's, and a task group's children start with their parent's.
@@ -46,7 +47,7 @@ class Stream(Queue):
         """
         if not self.executor.is_open:
             self.executor.check()
-        self._launch_unchecked(Copy(self.device, (dst,), (src,), False))
+        self._launch_unchecked(Copy(self.device, dst, src))
 
     def copy_batch(self, dsts: Sequence[object], srcs: Sequence[object]) -> None:
         """Copy srcs[i] over dsts[i] for all i, in order, as one operation."""
@@ -64,7 +65,7 @@ class Stream(Queue):
                 seen=sizes[1],
                 expected=sizes[0],
             )
-        self._launch_unchecked(Copy(self.device, dsts, srcs, True))
+        self._launch_unchecked(Copy.batch(self.device, dsts, srcs))
 
     def fill(self, dst: object, value: Any) -> None:
         """Set every element of dst to one value of its type."""
@@ -92,9 +93,9 @@ class Stream(Queue):
         On the model clock it holds the compute resource; on the wall clock no thread.
         """
         good = isinstance(us, int | float) and not isinstance(us, bool)
-        if not good or not math.isfinite(us) or not 0 <= us <= 1e12:
+        if not good or not 0 <= us <= MAX_COMPUTE_US:
             raise ParamInvalidError(
-                f"us: expected microseconds, a finite number >= 0, got {us!r}",
+                f"us: expected microseconds from 0 to {MAX_COMPUTE_US:.0e}, got {us!r}",
                 argument="us",
                 seen=us,
             )
