@@ -50,9 +50,18 @@ cdef inline void move(
         kv_copy(page, tok, n)
 
 
+cdef inline void ask(char* page, int64_t n) noexcept nogil:
+    # The first and last line of a piece hold bytes of others too: those lines must be read before
+    # they are written, and streaming does not hide that.
+    kv_will_write(page)
+    kv_will_write(page + n - 1)
+
+
 cdef inline void copy_pieces(
-    const kv_lane* lane, char* tok, char* page, bint gather, const kv_isa* isa
+    const kv_lane* lane, char* tok, char* page, char* later, bint gather, const kv_isa* isa
 ) noexcept nogil:
+    # later: the page of a token to come, or NULL. Its pieces are asked for one by one, since those
+    # of one token often fall into one set of the first-level cache and would push each other out.
     cdef int64_t i, j, k, n = lane.bytes
     cdef char* t1
     cdef char* p1
@@ -60,6 +69,8 @@ cdef inline void copy_pieces(
     cdef char* p2
     if lane.levels == 1:
         for i in range(lane.n[0]):
+            if later != NULL:
+                ask(later + i * lane.page_step[0], n)
             move(lane, tok + i * lane.tok_step[0], page + i * lane.page_step[0], n, gather, isa)
     elif lane.levels == 2:
         for i in range(lane.n[0]):
@@ -67,6 +78,8 @@ cdef inline void copy_pieces(
             p1 = page + i * lane.page_step[0]
             for j in range(lane.n[1]):
                 p2 = p1 + j * lane.page_step[1]
+                if later != NULL:
+                    ask(later + i * lane.page_step[0] + j * lane.page_step[1], n)
                 move(lane, t1 + j * lane.tok_step[1], p2, n, gather, isa)
     else:
         for i in range(lane.n[0]):
@@ -79,27 +92,6 @@ cdef inline void copy_pieces(
                     move(
                         lane, t2 + k * lane.tok_step[2], p2 + k * lane.page_step[2], n, gather, isa
                     )
-
-
-cdef inline void ask(const kv_lane* lane, char* page) noexcept nogil:
-    # The first and last line of each piece hold bytes of others too: those lines must be read
-    # before they are written, and streaming does not hide that.
-    cdef int64_t i, j, n = lane.bytes
-    cdef char* p
-    if lane.levels == 0:
-        kv_will_write(page)
-        kv_will_write(page + n - 1)
-    elif lane.levels == 1:
-        for i in range(lane.n[0]):
-            p = page + i * lane.page_step[0]
-            kv_will_write(p)
-            kv_will_write(p + n - 1)
-    elif lane.levels == 2:
-        for i in range(lane.n[0]):
-            for j in range(lane.n[1]):
-                p = page + i * lane.page_step[0] + j * lane.page_step[1]
-                kv_will_write(p)
-                kv_will_write(p + n - 1)
 
 
 cdef inline bint asks(const kv_lane* lane, bint gather, const kv_isa* isa) noexcept nogil:
@@ -137,7 +129,7 @@ cdef void copy_whole(
             while j < limit and slots[j] == slot + (j - i):
                 j += 1
         if asking and j + AHEAD - 1 < end and slots[j + AHEAD - 1] >= 0:
-            ask(lane, kv_page(lane, slots[j + AHEAD - 1]))
+            ask(kv_page(lane, slots[j + AHEAD - 1]), lane.bytes)
         move(lane, kv_tok(lane, i), kv_page(lane, slot), (j - i) * lane.bytes, gather, isa)
         i = j
 
@@ -148,6 +140,7 @@ cdef void copy_tokens(
 ) noexcept nogil:
     cdef int64_t i
     cdef bint asking
+    cdef char* later
     if lane.token_bytes == 0:
         return
     if lane.levels == 0:
@@ -157,10 +150,12 @@ cdef void copy_tokens(
     else:
         asking = asks(lane, gather, isa)
         for i in range(begin, end):
-            if asking and i + AHEAD < end and slots[i + AHEAD] >= 0:
-                ask(lane, kv_page(lane, slots[i + AHEAD]))
-            if slots[i] >= 0:
-                copy_pieces(lane, kv_tok(lane, i), kv_page(lane, slots[i]), gather, isa)
+            if slots[i] < 0:
+                continue
+            later = NULL
+            if asking and i + 1 < end and slots[i + 1] >= 0:
+                later = kv_page(lane, slots[i + 1])
+            copy_pieces(lane, kv_tok(lane, i), kv_page(lane, slots[i]), later, gather, isa)
 
 
 cdef void copy_ordered(const rows_job* job, int64_t begin, int64_t end) noexcept nogil:
