@@ -83,10 +83,7 @@ def dtype_named(name: Any, argument: str) -> DType | None:
     elif not isinstance(name, str):
         spelled = str(name).removeprefix("torch.")
         if spelled not in dtypes.BY_NAME:
-            try:
-                spelled = np.dtype(name).name
-            except Exception:  # whatever numpy makes of an object that is no type
-                spelled = repr(name)
+            spelled = np.dtype(name).name if isinstance(name, np.dtype | type) else repr(name)
     row = dtypes.BY_NAME.get(spelled)
     if row is None or row not in dtypes.DATA_DTYPES:
         names = ", ".join(row.name for row in dtypes.DATA_DTYPES)
