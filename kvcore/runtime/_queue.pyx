@@ -204,7 +204,7 @@ cdef class Op:
     cdef public object note
     cdef readonly double started
     cdef readonly double ended
-    cdef readonly double seconds
+    cdef readonly double us
 
     @property
     def is_call(self):
@@ -403,26 +403,26 @@ cdef class Queue:
         op.args = args
         self.submit(op)
 
-    def _timer(self, double seconds, str name):
+    def _timer(self, double us, str name):
         cdef Op op
         if self.executor.life != OPEN or self.executor.in_worker():
             self.executor.refuse(self)
         if self.capture is not None:
-            self.capture.add(self, TIMER, name, None, seconds)
+            self.capture.add(self, TIMER, name, None, us)
             return
         op = Op.__new__(Op)
         op.kind = TIMER
         op.target = name
-        op.seconds = seconds
+        op.us = us
         self.submit(op)
 
-    def _again(self, int kind, target, args, double seconds, note):
+    def _again(self, int kind, target, args, double us, note):
         """Submit one operation of a graph; the note says where it was captured."""
         cdef Op op = Op.__new__(Op)
         op.kind = kind
         op.target = target
         op.args = args
-        op.seconds = seconds
+        op.us = us
         op.note = note
         self.submit(op)
 
@@ -824,7 +824,7 @@ cdef class Executor:
             elif op.kind == TIMER and not self.modelled_time:
                 op.started = now()
                 queue.state = TIMED
-                heappush(self.timers, (op.started + op.seconds, op.number, queue))
+                heappush(self.timers, (op.started + op.us * 1e-6, op.number, queue))
                 self.wake()                   # a parked worker must learn of the deadline
                 return 0
             else:

@@ -179,7 +179,7 @@ class ModelClock:
                 node.bytes_moved = target.bytes_moved
                 node.shares = self._shares(demands)
         elif op.is_timer:
-            node.shares = ((COMPUTE, op.seconds * 1e6),)
+            node.shares = ((COMPUTE, op.us),)
         else:
             node.fixed = self._call_time
             node.shares = ()

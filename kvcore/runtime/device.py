@@ -304,7 +304,7 @@ class Device:
 
     def _host_access(self, buffer: Buffer, array: npt.NDArray[Any], mode: str, name: str) -> None:
         race = self._race
-        if race is None or not self._executor.is_open:
+        if race is None or self._executor.is_forked:
             return
         site = call_site()
         calling = self._executor.calling()
@@ -319,7 +319,8 @@ class Device:
     # -- captures
 
     def _refuse_in_capture(self, what: str, stream: Stream | None = None) -> None:
-        if self._captures:
+        # (a host function that runs meanwhile is not the one who captures)
+        if self._captures and not self._executor.inside():
             raise self._capture_error("device" if stream is None else "stream", what)
 
     def _capture_error(self, argument: str, what: str) -> CaptureError:

@@ -56,7 +56,7 @@ class Graph:
 
     # -- recording; called by the streams that are part of the capture
 
-    def add(self, queue: Queue, kind: int, target: Any, args: Any, seconds: float) -> None:
+    def add(self, queue: Queue, kind: int, target: Any, args: Any, us: float) -> None:
         """Record one launch."""
         branch = self._queues.index(queue)
         if kind == KIND_WORK:
@@ -69,7 +69,7 @@ class Graph:
                         access.argument, "copy pageable memory, which the device cannot capture"
                     )
         self._last[branch] = self._reached[branch][branch] = len(self._steps)
-        self._steps.append((_OP, branch, kind, target, args, seconds, call_site()))
+        self._steps.append((_OP, branch, kind, target, args, us, call_site()))
 
     def record(self, queue: Queue) -> Mark:
         """Record an event's record: a mark of this graph."""

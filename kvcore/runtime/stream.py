@@ -99,7 +99,7 @@ class Stream(Queue):
                 argument="us",
                 seen=us,
             )
-        self._timer(us * 1e-6, str(name))
+        self._timer(us, str(name))
 
     async def run(self, plan: Any) -> None:
         """Launch a plan and wait until it is done.

@@ -218,10 +218,10 @@ def test_kernels_and_spaces_on_a_modelled_device(clock: str) -> None:
         stream.copy(plain, dev.empty_host(4))
         stream.synchronize_blocking()
         cases = [
-            ("in0", dict(reads=[plain]), "ndarray in pageable host memory"),
-            ("out0", dict(writes=[plain]), "ndarray in pageable host memory"),
-            ("in0", dict(reads=[dev.empty_host(4)]), "pinned host memory"),
-            ("out0", dict(writes=[other.empty(4)]), "another device's"),
+            ("in0", {"reads": [plain]}, "ndarray in pageable host memory"),
+            ("out0", {"writes": [plain]}, "ndarray in pageable host memory"),
+            ("in0", {"reads": [dev.empty_host(4)]}, "pinned host memory"),
+            ("out0", {"writes": [other.empty(4)]}, "another device's"),
         ]
         for argument, arrays, seen in cases:
             with pytest.raises(kvcore.ParamInvalidError, match=f"^{argument}: .* got {seen}$"):
