@@ -36,6 +36,8 @@ Reading = tuple[int, tuple[int, ...], tuple[int, ...], int, int, bool, bool, Any
 
 MAX_RANK = 8
 MAX_BYTES = 2**63 - 1
+#: More than any 64-bit machine can address; what claims more is no memory.
+MAX_EXTENT = 2**57
 NOT_IN_TABLE = -1
 HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost
 # Unpacked float4 types of numpy extension packages: one byte an element.
@@ -209,7 +211,7 @@ def settle(reading: Reading, name: str) -> Reading:
     if 0 not in shape:
         if address == 0:
             fail(name, "an array with memory", "a null pointer")
-        if low <= 0 or high > MAX_BYTES:
+        if low <= 0 or high > MAX_BYTES or high - low > MAX_EXTENT:
             seen = f"shape {tuple(shape)}, strides {tuple(strides)} bytes"
             fail(name, "strides inside the address space", seen)
     # Those of an axis of one or of an empty array mean nothing and may be anything.
@@ -288,7 +290,7 @@ def _torch(tensor: Any, name: str) -> Reading:
         address = tensor.data_ptr()
         shape = tensor.shape
         strides = tuple([step * itemsize for step in tensor.stride()])
-    except (RuntimeError, NotImplementedError) as error:  # nested, functional, fake tensors
+    except Exception as error:  # nested, functional, fake tensors; a warning that is an error
         raise _unreadable(name, "tensor with memory of its own", error) from error
     return (address, shape, strides, row, itemsize, False, on_device, None)
 

@@ -58,6 +58,7 @@ cdef enum:
     DL_CPU = 1
 
 cdef int64_t MAX_STRIDE = <int64_t>1 << 47
+cdef int64_t MAX_EXTENT = adopt.MAX_EXTENT
 cdef int HIFLOAT8 = dtypes.BY_NAME["hifloat8"].id
 
 cdef PyObject* known_descr[KNOWN]
@@ -102,7 +103,7 @@ cdef bint finish(View* view) noexcept:
             return False
         if kv_add(low if span < 0 else high, span, &low if span < 0 else &high):
             return False
-    if base <= 0 or base + low <= 0 or kv_add(base, high, &span):
+    if base <= 0 or base + low <= 0 or kv_add(base, high, &span) or high - low > MAX_EXTENT:
         return False
     view.low = low
     view.high = high
