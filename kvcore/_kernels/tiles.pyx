@@ -2,9 +2,9 @@
 """FRACTAL_NZ writes: a token is many 32-byte cells, one a column, far from each other.
 
 Written token by token, each cell costs a line read and a line written.  So tokens are taken many
-at a time and written column by column: those of a run of slots lie side by side there and fill whole
-lines; of the others at least the lines' latency is hidden, because they are asked for two columns
-ahead.  Tokens that come by slot (``order``) find their neighbours in the same window.
+at a time and written column by column: those of a run of slots lie side by side there and fill
+whole lines; of the others at least the lines' latency is hidden, because they are asked for two
+columns ahead.  Tokens that come by slot (``order``) find their neighbours in the same window.
 """
 
 from libc.stdint cimport int32_t, int64_t
