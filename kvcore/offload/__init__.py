@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request traces served over a paged cache: the books, the schedule, the bytes."""
+"""Request traces served over a paged cache, and the parts of an engine that offloads it."""
 
 from kvcore.offload.caches import LAYOUTS, PagedCaches
+from kvcore.offload.device_pool import DevicePool, Selection
 from kvcore.offload.models import MODELS, ModelShape, model_shape
 from kvcore.offload.pool import BlockPool
 from kvcore.offload.replay import Replay, slot_mapping
@@ -14,12 +15,14 @@ __all__ = [
     "LAYOUTS",
     "MODELS",
     "BlockPool",
+    "DevicePool",
     "Mismatch",
     "ModelShape",
     "PagedCaches",
     "Replay",
     "ReplayReport",
     "Scheduler",
+    "Selection",
     "TraceRequest",
     "generate_trace",
     "model_shape",

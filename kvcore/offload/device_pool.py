@@ -1,0 +1,546 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pool of rows on the device in front of the full cache on the host, larger than top-k.
+
+One pool serves one request (at a time) and one group of layers that share their top-k ids.  A
+step has three parts, so that the group decides once and the writes into the pool can leave the
+path of the computation:
+
+1. ``plan(request, ids)``: which ids are held and where, which must be read, and which places
+   those take.  Once a step for the whole group; books only.
+2. ``serve(selection, layer, out)``: the rows in the order of the ids, held ones from the pool and
+   the others from the host.  Exactly one copy a row.
+3. ``install(selection, layer, out)``: the rows that were read, from ``out`` into their places.  Of
+   a layer behind its serve; may run on a side stream.
+
+What is served equals the full cache's bytes, whatever the policy, as long as whoever rewrites
+rows of the full cache says so with ``invalidate``.  The order that this rests on is checked when
+a move runs: a layer's serve follows its install of the step before, and its install follows its
+serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore import threads
+from kvcore._core import arrays, overlap
+from kvcore._core.overlap import Access
+from kvcore._kernels import pool_rows
+from kvcore.errors import ParamInvalidError, ParamNullError, StreamError, fail
+from kvcore.offload.checks import check_integer
+from kvcore.offload.policy import make_books
+
+__all__ = ["DevicePool", "PoolMove", "Selection"]
+
+Ids = NDArray[np.int32] | NDArray[np.int64]
+BLOCK_FAULT = 3  # of the books: an id whose block is not in the table or the cache
+PARALLEL_BYTES = 262_144  # below it a second thread costs more than it moves
+
+
+class Selection:
+    """One step's decision, the same for every layer of the group.
+
+    ids:    int64 [n] the ids as given; negative ones ask for nothing.
+    source: int32 [n] the place that holds the row, -1 where it is read from the host, -2 nothing.
+    target: int32 [n] the place the row is installed in, or -1.
+    hits, misses: how many of either.
+    """
+
+    __slots__ = ("hits", "host_rows", "ids", "misses", "number", "previous", "source", "target")
+
+    def __init__(
+        self,
+        number: int,
+        previous: int,
+        ids: NDArray[np.int64],
+        host_rows: NDArray[np.int64],
+        source: NDArray[np.int32],
+        target: NDArray[np.int32],
+    ) -> None:
+        self.number, self.previous = number, previous
+        self.ids, self.host_rows = ids, host_rows
+        self.source, self.target = source, target
+        self.hits = self.misses = 0
+
+    def __repr__(self) -> str:
+        return f"<Selection {self.number}: {self.hits} held, {self.misses} to read>"
+
+
+class _Lane:
+    """One lane of one layer: the rows held, and where the full cache lies."""
+
+    __slots__ = (
+        "array", "block_size", "block_stride", "flat", "full", "full_address", "held", "num_blocks",
+        "row_bytes", "row_stride",
+    )  # fmt: skip
+
+    def __init__(self, name: str, full: Any) -> None:
+        info = arrays.read(full, name)
+        if len(info.shape) not in (2, 3) or 0 in info.shape:
+            fail(name, "rows [tokens, size] or blocks [blocks, block_size, size]", info.shape)
+        if info.strides[-1] != info.itemsize or min(info.strides) < 0:
+            fail(name, "a contiguous last axis and no negative stride", info.strides)
+        self.full = full
+        self.full_address = info.address
+        self.row_bytes = info.shape[-1] * info.itemsize
+        self.block_size = info.shape[-2]
+        self.row_stride = info.strides[-2]
+        self.flat = len(info.shape) == 2
+        self.num_blocks = 1 if self.flat else info.shape[0]
+        self.block_stride = 0 if self.flat else info.strides[0]
+        self.held: Any = None
+        self.array: NDArray[np.uint8] = np.empty((0, 0), np.uint8)
+
+
+class _Layer:
+    """The lanes of a layer, and how far it is."""
+
+    __slots__ = ("installed", "lanes", "served")
+
+    def __init__(self, lanes: list[_Lane]) -> None:
+        self.lanes = lanes
+        self.served = 0  # the last selection served and installed
+        self.installed = 0
+
+
+class DevicePool:
+    """Rows of one request's tokens, for the layers of one group.
+
+    full:       by layer id (any integers), the layer's lanes of the full cache: each
+                ``[blocks, block_size, size]``, or ``[tokens, size]`` where a token's id is its
+                row.  Any dtype; host, swapped, a memory map or device.  Never written.
+    capacity:   places; topk: the most ids a step; max_tokens: ids are below it.
+    policy, ways: see ``kvcore.offload.policy``.
+    device:     a ``kvcore.Device`` whose memory the rows are counted against; None: plain memory.
+
+    Raises ParamInvalidError; DeviceOutOfMemoryError with nothing kept.
+    """
+
+    def __init__(
+        self,
+        full: Mapping[int, Sequence[Any]],
+        *,
+        capacity: int,
+        topk: int,
+        max_tokens: int,
+        policy: str = "lru",
+        ways: int | None = None,
+        device: Any = None,
+    ) -> None:
+        self._books = make_books(policy, capacity, max_tokens, topk, ways)
+        self.policy, self.capacity, self.topk = policy, capacity, topk
+        self.max_tokens = max_tokens
+        self._layers = _read_layers(full)
+        first = next(iter(self._layers.values())).lanes[0]
+        self._block_size, self._num_blocks = first.block_size, first.num_blocks
+        self._flat = first.flat
+        self._request: Hashable = None
+        self._number = self._barrier = 0
+        self._pending: Selection | None = None
+        self._live_number = 0
+        self._closed = False
+        self.total_hits = self.total_misses = 0
+        buffers: list[Any] = []
+        try:
+            for layer in self._layers.values():
+                for lane in layer.lanes:
+                    shape = (capacity, lane.row_bytes)
+                    if device is None:
+                        lane.held = lane.array = np.empty(shape, np.uint8)
+                    else:
+                        lane.held = device.empty(shape, "uint8")
+                        buffers.append(lane.held)
+                        lane.array = lane.held.__kvcore_array__
+        except BaseException:
+            for buffer in buffers:
+                buffer.free()
+            raise
+        self._buffers = buffers
+
+    # -- what it says ---------------------------------------------------------------------
+
+    @property
+    def request(self) -> Hashable:
+        """Whose rows are held, or None."""
+        return self._request
+
+    @property
+    def used(self) -> int:
+        """Places that hold a token."""
+        return self._books.used
+
+    @property
+    def free(self) -> int:
+        """Places that hold none; ``used + free == capacity``."""
+        return self.capacity - self._books.used
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layer ids of the group."""
+        return tuple(self._layers)
+
+    def held(self) -> dict[int, int]:
+        """Place by token, of every token held."""
+        tokens = np.empty(self.capacity, np.int32)
+        self._books.tokens(tokens)
+        return {int(tokens[place]): int(place) for place in np.flatnonzero(tokens >= 0)}
+
+    # -- whose it is ----------------------------------------------------------------------
+
+    def admit(self, request: Hashable) -> None:
+        """Begin to serve a request, by its identity; nothing is held.
+
+        Raises ParamInvalidError when another is being served.
+        """
+        if request is None:
+            fail("request", "an identity", None)
+        if self._request is not None:
+            fail("request", f"no request before {self._request!r} is evicted", repr(request))
+        self._forget_all()
+        self._request = request
+
+    def evict(self, request: Hashable) -> None:
+        """Stop serving the request; hold nothing.
+
+        Moves of its selections that have not begun do nothing from here on.  Nothing is waited
+        for: what runs still uses the rows, so order the next request's first serve behind it.
+        """
+        self._checked(request)
+        self._request = None
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._books.reset()
+        self._barrier, self._live_number, self._pending = self._number, 0, None
+
+    def _checked(self, request: Hashable) -> None:
+        if request is None or request != self._request:
+            fail("request", f"the request being served ({self._request!r})", repr(request))
+
+    def close(self) -> None:
+        """Give the device memory back; the pool serves nobody any more."""
+        if not self._closed:
+            self._closed = True
+            self._request = None
+            self._forget_all()
+            for buffer in self._buffers:
+                buffer.free()
+
+    # -- the books ------------------------------------------------------------------------
+
+    def plan(self, request: Hashable, ids: Any, block_table: Any = None) -> Selection:
+        """Decide one step.
+
+        ids:         [n <= topk] int32 or int64, below max_tokens, each once; negative ids ask
+                     for nothing.
+        block_table: [columns] int32 or int64: token t of the request is row t % block_size of
+                     block block_table[t // block_size].  Read now.  None for flat full caches.
+        Raises ParamInvalidError (SlotRangeError is not used: nothing is a slot here) and changes
+        nothing then.
+        """
+        self._checked(request)
+        wanted = _indices("ids", ids)
+        if len(wanted) > self.topk:
+            fail("ids", f"at most topk ({self.topk}) ids", len(wanted))
+        n = len(wanted)
+        wide, rows = np.empty((2, n), np.int64)
+        source, target = np.empty((2, n), np.int32)
+        fault = self._books.plan_rows(
+            wanted, self._table(block_table), self._block_size, self._num_blocks, wide, rows,
+            source, target,
+        )  # fmt: skip
+        if fault:
+            self._refuse(fault, self._books.fault_index, wanted, block_table)
+        self._number += 1
+        selection = Selection(self._number, self._live_number, wide, rows, source, target)
+        selection.hits, selection.misses = self._books.hits, self._books.misses
+        self.total_hits += selection.hits
+        self.total_misses += selection.misses
+        self._live_number, self._pending = self._number, selection
+        return selection
+
+    def _table(self, block_table: Any) -> NDArray[np.int64]:
+        if self._flat:
+            if block_table is not None:
+                fail("block_table", "none for a flat full cache", type(block_table).__name__)
+            return np.zeros(1, np.int64)
+        return np.ascontiguousarray(_indices("block_table", block_table), np.int64)
+
+    def _refuse(self, fault: int, place: int, ids: Ids, block_table: Any) -> NoReturn:
+        id = int(ids[place])
+        if fault != BLOCK_FAULT:
+            expected = f"ids below {self.max_tokens}" if fault == 1 else "each id once"
+            fail(f"ids[{place}]", expected, id)
+        column = id // self._block_size
+        if self._flat:
+            fail(f"ids[{place}]", f"a row of the full cache ({self._block_size})", id)
+        if column >= len(block_table):
+            fail(f"ids[{place}]", f"a token of {len(block_table)} blocks", id)
+        fail(f"block_table[{column}]", f"a block below {self._num_blocks}", block_table[column])
+
+    def abandon(self, selection: Selection) -> None:
+        """Take back the newest selection: the places it gave are free, whatever was installed.
+
+        For a step that is given up.  What gave way stays away.
+        """
+        if selection is not self._pending:
+            fail("selection", "the newest selection, not yet abandoned", repr(selection))
+        for id in selection.ids[selection.target >= 0].tolist():
+            self._books.forget(id, id + 1)
+        self._live_number, self._pending = selection.previous, None
+
+    def invalidate(self, request: Hashable, from_pos: int, end: int | None = None) -> int:
+        """Hold no token at or past ``from_pos`` (and before ``end``) any more.
+
+        For draft tokens that were rejected and for newest tokens that are written again: call it
+        before the next plan.  Returns how many were held.
+        """
+        self._checked(request)
+        check_integer("from_pos", from_pos, 0)
+        if end is None:
+            end = self.max_tokens
+        check_integer("end", end, 0)
+        return self._books.forget(min(from_pos, self.max_tokens), min(end, self.max_tokens))
+
+    # -- the bytes ------------------------------------------------------------------------
+
+    def plan_serve(self, selection: Selection, layer: int, out: Sequence[Any]) -> PoolMove:
+        """A move for ``stream.launch``: row i of every lane to ``out[lane][i]``.
+
+        out: for each lane an array ``[at least n, size]`` of the lane's row bytes, written in
+             place; rows of negative ids are not written.
+        """
+        return PoolMove(self, "serve", selection, self._layer(layer), layer, out)
+
+    def plan_install(self, selection: Selection, layer: int, out: Sequence[Any]) -> PoolMove:
+        """A move for ``stream.launch``: the rows that were read, from ``out`` into the pool."""
+        return PoolMove(self, "install", selection, self._layer(layer), layer, out)
+
+    def serve(self, selection: Selection, layer: int, out: Sequence[Any]) -> None:
+        """``plan_serve`` and run it now."""
+        self.plan_serve(selection, layer, out).run()
+
+    def install(self, selection: Selection, layer: int, out: Sequence[Any]) -> None:
+        """``plan_install`` and run it now."""
+        self.plan_install(selection, layer, out).run()
+
+    def _layer(self, layer: int) -> _Layer:
+        if type(layer) is not int or layer not in self._layers:
+            fail("layer", f"one of {', '.join(map(str, self._layers))}", repr(layer))
+        return self._layers[layer]
+
+
+class PoolMove:
+    """One serve or install of one layer, in the form of a plan that a stream can launch.
+
+    skipped: the last run did nothing, because the request had been evicted.
+    """
+
+    workspace_size = 0
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        kind: Literal["serve", "install"],
+        selection: Selection,
+        layer: _Layer,
+        layer_id: int,
+        out: Sequence[Any],
+    ) -> None:
+        if not isinstance(selection, Selection):
+            fail("selection", "a Selection made by plan()", type(selection).__name__)
+        if isinstance(out, np.ndarray) or not isinstance(out, Sequence):
+            fail("out", "a sequence with an array a lane", type(out).__name__)
+        if len(out) != len(layer.lanes):
+            fail("out", f"{len(layer.lanes)} arrays, one a lane", len(out))
+        self._pool, self._kind, self._selection = pool, kind, selection
+        self._layer, self._layer_id, self._out = layer, layer_id, tuple(out)
+        self.skipped = False
+        self._ran = False
+        self._infos = [self._read_out(lane, array) for lane, array in enumerate(out)]
+
+    def __repr__(self) -> str:
+        return f"<PoolMove {self._kind} of layer {self._layer_id}: {self._selection!r}>"
+
+    def _read_out(self, number: int, array: Any) -> Any:
+        name = f"out[{number}]"
+        info, lane = arrays.read(array, name), self._layer.lanes[number]
+        n = len(self._selection.ids)
+        if len(info.shape) != 2 or info.shape[0] < n:
+            fail(name, f"[at least {n}, size]", info.shape)
+        if info.shape[1] * info.itemsize != lane.row_bytes:
+            fail(name, f"rows of {lane.row_bytes} bytes", info.shape[1] * info.itemsize)
+        if info.strides[1] != info.itemsize or info.strides[0] < lane.row_bytes:
+            fail(name, "rows apart, their elements contiguous", info.strides)
+        if self._kind == "serve":
+            if info.read_only:
+                fail(name, "an array that can be written", "a read-only one")
+            self._keep_apart(name, info, lane)
+        return info
+
+    def _keep_apart(self, name: str, info: Any, lane: _Lane) -> None:
+        low, high = info.address, info.address + info.strides[0] * info.shape[0]
+        full_end = lane.full_address + (
+            (lane.num_blocks - 1) * lane.block_stride
+            + (lane.block_size - 1) * lane.row_stride
+            + lane.row_bytes
+        )
+        held = lane.array.ctypes.data
+        for other, start, end in (
+            ("the full cache", lane.full_address, full_end),
+            ("the pool", held, held + lane.array.nbytes),
+        ):
+            if low < end and start < high:
+                fail(name, f"memory apart from {other}", "memory that it shares")
+
+    def _check_order(self) -> None:
+        selection, layer = self._selection, self._layer
+        if self._kind == "serve":
+            if layer.installed < selection.previous:
+                self._late(f"selection {selection.previous} installed first", "it is not")
+            if layer.installed >= selection.number:
+                self._late("a serve before the install", "an install already done")
+        else:
+            if layer.served != selection.number:
+                self._late("this selection served first", f"selection {layer.served} served")
+            if layer.installed >= selection.number:
+                self._late("one install", "a second")
+
+    def _late(self, expected: str, seen: str) -> NoReturn:
+        raise StreamError(
+            f"selection: expected {expected} in layer {self._layer_id}, got {seen}",
+            argument="selection",
+            seen=seen,
+            expected=expected,
+        )
+
+    def run(self) -> None:
+        """Move the bytes.  Raises StreamError when the order of the layer is broken."""
+        pool, selection = self._pool, self._selection
+        self._ran = True
+        self.skipped = pool._closed or selection.number <= pool._barrier
+        if self.skipped:
+            return
+        self._check_order()
+        n = len(selection.ids)
+        for lane, info in zip(self._layer.lanes, self._infos, strict=True):
+            array = lane.array
+            place = (info.address, info.strides[0], array.ctypes.data, lane.row_bytes)
+            workers = _workers(self._rows() * lane.row_bytes)
+            if n and self._kind == "serve":
+                pool_rows.serve(
+                    *place, pool.capacity, lane.full_address, lane.num_blocks, lane.block_size,
+                    lane.block_stride, lane.row_stride, lane.row_bytes, selection.source,
+                    selection.host_rows, workers,
+                )  # fmt: skip
+            elif n:
+                pool_rows.install(*place, pool.capacity, lane.row_bytes, selection.target, workers)
+        if self._kind == "serve":
+            self._layer.served = selection.number
+        else:
+            self._layer.installed = selection.number
+
+    def _rows(self) -> int:
+        selection = self._selection
+        if self._kind == "serve":
+            return selection.hits + selection.misses
+        return int(np.count_nonzero(selection.target >= 0))
+
+    # -- what a stream asks ---------------------------------------------------------------
+
+    @property
+    def bytes_moved(self) -> int:
+        """Payload bytes of the run (known before it)."""
+        return 0 if self.skipped else self._rows() * sum(x.row_bytes for x in self._layer.lanes)
+
+    @property
+    def num_descriptors(self) -> int:
+        """Rows copied by the run; before it, 0."""
+        return self._rows() * len(self._infos) if self._ran and not self.skipped else 0
+
+    @property
+    def reads(self) -> tuple[Access, ...]:
+        """What a run reads: known before it, since the selection is."""
+        return self._accesses()[0]
+
+    @property
+    def writes(self) -> tuple[Access, ...]:
+        """What a run writes."""
+        return self._accesses()[1]
+
+    def touched(self) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
+        """(reads, writes) of the last run, exact to the row."""
+        return ((), ()) if self.skipped else self._accesses()
+
+    def _accesses(self) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
+        selection = self._selection
+        reads: list[Access] = []
+        writes: list[Access] = []
+        for number, (lane, info) in enumerate(zip(self._layer.lanes, self._infos, strict=True)):
+            place = selection.source if self._kind == "serve" else selection.target
+            held = lane.array.ctypes.data + place[place >= 0].astype(np.int64) * lane.row_bytes
+            used = np.flatnonzero(place >= (-1 if self._kind == "serve" else 0))
+            outs = info.address + used * info.strides[0]
+            pool_side = _access(f"pool[{number}]", lane.held, held, lane.row_bytes)
+            out_side = _access(f"out[{number}]", self._out[number], outs, lane.row_bytes)
+            if self._kind == "install":
+                reads.append(out_side)
+                writes.append(pool_side)
+                continue
+            rows = selection.host_rows[selection.source == -1]
+            starts = (
+                lane.full_address
+                + rows // lane.block_size * lane.block_stride
+                + rows % lane.block_size * lane.row_stride
+            )
+            reads += [pool_side, _access(f"full[{number}]", lane.full, starts, lane.row_bytes)]
+            writes.append(out_side)
+        return tuple(reads), tuple(writes)
+
+
+def _access(name: str, owner: Any, starts: NDArray[np.int64], row_bytes: int) -> Access:
+    return Access(name, owner, overlap.merge(starts, row_bytes))
+
+
+def _workers(nbytes: int) -> int:
+    if nbytes < PARALLEL_BYTES:
+        return 1
+    return threads.default_threads() or threads.usable_cores()
+
+
+def _indices(name: str, values: Any) -> Ids:
+    if values is None:
+        raise ParamNullError(f"{name}: expected an array, got None", argument=name)
+    array = getattr(values, "__kvcore_array__", values)
+    if not isinstance(array, np.ndarray) or array.dtype not in (np.int32, np.int64):
+        seen = array.dtype if isinstance(array, np.ndarray) else type(values).__name__
+        fail(name, "an int32 or int64 array", seen)
+    if array.ndim != 1:
+        fail(name, "one axis", f"shape {array.shape}")
+    return array
+
+
+def _read_layers(full: Mapping[int, Sequence[Any]]) -> dict[int, _Layer]:
+    if not isinstance(full, Mapping) or not full:
+        fail("full", "the lanes of each layer, by layer id", type(full).__name__)
+    layers: dict[int, _Layer] = {}
+    for number, lanes in full.items():
+        check_integer("full", number, 0)
+        if isinstance(lanes, np.ndarray) or not isinstance(lanes, Sequence) or not lanes:
+            fail(f"full[{number}]", "a sequence of arrays, one a lane", type(lanes).__name__)
+        layers[number] = _Layer([_Lane(f"full[{number}]", lane) for lane in lanes])
+    first = next(iter(layers.values())).lanes
+    for number, layer in layers.items():
+        seen = [(x.num_blocks, x.block_size, x.flat) for x in layer.lanes]
+        shape = (first[0].num_blocks, first[0].block_size, first[0].flat)
+        if set(seen) != {shape} or len(seen) != len(first):
+            raise ParamInvalidError(
+                f"full[{number}]: expected {len(first)} lanes of one block table, got {seen}",
+                argument="full",
+                seen=seen,
+            )
+    return layers
