@@ -8,6 +8,8 @@ from kvcore._core.lanes import Lane
 from kvcore._core.plan import Plan, Spec
 from kvcore.soc import SoC
 
+INT64_MAX: int
+
 class PagedSpec(Spec):
     @property
     def num_tokens(self) -> int: ...
