@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: PT012  (a whole capture block is what raises here)
 """Capture and replay: contents read at replay, forks, joins, and what a capture refuses."""
 
 from __future__ import annotations
