@@ -223,6 +223,8 @@ cdef class Op:
         if self.kind == TIMER:
             return str(self.target)
         name = getattr(self.target, "name", None)
+        if name is None:
+            name = getattr(getattr(self.target, "operator", None), "name", None)
         if isinstance(name, str):
             return name
         return getattr(self.target, "__qualname__", type(self.target).__name__)
@@ -367,8 +369,7 @@ cdef class Queue:
         cdef Op op
         if executor.life != OPEN or executor.in_worker():
             executor.refuse(self)
-        if executor.knows_accesses(plan):
-            executor.admit(plan)
+        executor.admit(plan)
         if self.capture is not None:
             self.capture.add(self, WORK, plan, None, 0.0)
             return
@@ -601,7 +602,7 @@ cdef class Executor:
     cdef bint seeded
     cdef uint64_t random
     cdef dict calls
-    cdef set types_known, types_bare
+    cdef dict types
     cdef long[256] workers
     cdef int num_workers
     cdef public object key
@@ -614,8 +615,7 @@ cdef class Executor:
         self.timers = []
         self.failures = []
         self.calls = {}
-        self.types_known = set()
-        self.types_bare = set()
+        self.types = {}
         self.key = key
         self.modelled = modelled
         self.modelled_time = modelled_time
@@ -670,41 +670,48 @@ cdef class Executor:
             argument="fn",
         )
 
-    cdef bint knows_accesses(self, object plan) except -1:
-        cdef type kind = type(plan)
-        if kind in self.types_known:
-            return True
-        if kind in self.types_bare:
-            return False
+    cdef int learn(self, object plan) except -1:
+        """What plans of this type tell: nothing, accesses, or a tuple of arrays as well."""
+        cdef int told = 0
+        kind = type(plan)
         if kind is type or not callable(getattr(plan, "run", None)):
             raise ParamInvalidError(
                 f"plan: expected an object with run(), got {kind.__name__}",
                 argument="plan", seen=kind.__name__, expected="a plan",
             )
         if hasattr(plan, "reads") and hasattr(plan, "writes"):
-            self.types_known.add(kind)
-            return True
-        self.types_bare.add(kind)
-        return False
+            told = 2 if isinstance(getattr(plan, "arrays", None), tuple) else 1
+        self.types[kind] = told
+        return told
 
     cdef int admit(self, object plan) except -1:
-        self.admit_all(plan.reads)
-        self.admit_all(plan.writes)
+        """Raise when the plan touches memory that it must not."""
+        cdef object found = self.types.get(type(plan))
+        cdef int told = self.learn(plan) if found is None else found
+        if told == 2:
+            # Accesses may be dear to make; only the owners matter here.
+            for owner in plan.arrays:
+                if owner is not None and not self.reachable(owner):
+                    break
+            else:
+                return 0
+        if told:
+            self.admit_all(plan.reads)
+            self.admit_all(plan.writes)
         return 0
 
-    cdef int admit_all(self, object accesses) except -1:
+    cdef bint reachable(self, object owner) noexcept:
         cdef Storage storage
-        cdef object owner
+        if isinstance(owner, BufferCore):
+            storage = (<BufferCore>owner).storage
+            return (not storage.freed and storage.owner is self.key
+                    and not (self.modelled and storage.space == "host"))
+        return not self.modelled
+
+    cdef int admit_all(self, object accesses) except -1:
         for access in accesses:
-            owner = access.owner
-            if isinstance(owner, BufferCore):
-                storage = (<BufferCore>owner).storage
-                if not storage.freed and storage.owner is self.key:
-                    if not self.modelled or storage.space != "host":
-                        continue
-            elif not self.modelled:
-                continue
-            self.refuse_memory(access.argument, owner)
+            if not self.reachable(access.owner):
+                self.refuse_memory(access.argument, access.owner)
         return 0
 
     def tell(self, Failure failure):

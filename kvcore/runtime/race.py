@@ -330,10 +330,8 @@ class RaceCheck:
                 end,
                 sum(e - s for s, e in shared),
             )
-            self._report(
-                race,
-                (kind, one.name, one.site, one.stream, two.name, two.site, two.stream),
-            )
+            key = (one.name, one.site, one.stream, one_argument)
+            self._report(race, (kind, *key, two.name, two.site, two.stream, two_argument))
 
     def _report(self, race: Race, key: tuple[object, ...]) -> None:
         if key not in self._seen and len(self.races) < MAX_RACES:
