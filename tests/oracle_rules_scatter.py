@@ -212,6 +212,10 @@ def num_slots(a: Arguments) -> int:
 
 
 def _values(a: Arguments) -> Iterator[Violation]:
+    if _rule(a) is not None:
+        if any(a[source].size for source, _ in _lanes(a)):
+            yield from _window_values(a, num_slots(a))
+        return
     nct = _number(a) in (2, 6) and a.get("scatter_mode") == "Nct"
     nothing = a["slot_mapping"].size == 0 or (a["key_cache"].size == 0 and num_slots(a) > 0)
     if nothing or (not nct and a["key"].size == 0):
@@ -219,9 +223,6 @@ def _values(a: Arguments) -> Iterator[Violation]:
     bound = num_slots(a)
     if nct:
         yield from _nct_values(a)
-    if _rule(a) is not None:
-        yield from _window_values(a, bound)
-        return
     for i, slot in enumerate(a["slot_mapping"].tolist()):
         if slot >= bound:
             yield Violation(("slot_mapping",), SLOT, f"[{i}] is past the cache")
@@ -269,7 +270,7 @@ def _window_values(a: Arguments, bound: int) -> Iterator[Violation]:
         elif rule != "Alibi" and o != -1 and o + w > n:
             what = f"[{i}]: the window ends past the sequence"
             yield invalid(what, "compress_seq_offset", "compress_lens")
-        elif slot >= 0 and 0 <= n <= key.size:
+        elif slot >= 0 and 0 <= n <= np.prod(key.shape[:-2]):
             rows = len(run_tokens(rule, n, w, o))
             if slot + max(rows, 1) > bound:
                 yield Violation(("slot_mapping",), SLOT, f"[{i}]: the run ends past the cache")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvcore._core.overlap import merge
 
-__all__ = ["Runs", "Side", "rows", "tokens"]
+__all__ = ["Runs", "Side", "count_pieces", "rows", "tokens"]
 
 Indices = NDArray[np.int64]
 
@@ -38,6 +38,7 @@ class Side(NamedTuple):
     block_stride: int
     row_stride: int
     page_step: int
+    flat: bool  # slots lie row_stride apart, across blocks too
     items: int
     item_bytes: int
 
@@ -80,3 +81,17 @@ def rows(side: Side, base: int, runs: Runs) -> Indices:
     starts = base + slots // side.block_size * side.block_stride
     starts += slots % side.block_size * side.row_stride
     return _items(side, starts, side.page_step)
+
+
+def count_pieces(side: Side, runs: Runs) -> int:
+    """Contiguous pieces that were written, neighbours joined as the kernel does."""
+    used = runs.slots >= 0
+    heads, tails = runs.heads[used], runs.tails[used]
+    rest = runs.lengths[used] - tails
+    row_bytes = side.items * side.item_bytes
+    means = int(np.count_nonzero(tails > heads)) if runs.means else 0
+    if side.tok_step != side.item_bytes or side.page_step != side.item_bytes:
+        return (int(heads.sum() + rest.sum()) + means) * side.items
+    if side.flat and side.tok_stride == row_bytes and side.row_stride == row_bytes:
+        return int(np.count_nonzero(heads) + np.count_nonzero(rest)) + means
+    return int(heads.sum() + rest.sum()) + means

@@ -29,4 +29,6 @@ cdef class WindowsSpec(Spec):
 
     cdef bint empty(self) noexcept
     cdef void point(self, Plan plan, windows_job* job) noexcept
+    cdef int64_t scratch_numbers(self) noexcept
+    cdef object runs_of(self, Plan plan)
     cdef int load(self, Plan plan, totals_t* totals) except -1

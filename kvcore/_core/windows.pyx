@@ -12,7 +12,7 @@ Rope, Omni) have that form:
 """
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from libc.stdint cimport int64_t
+from libc.stdint cimport INT64_MAX, int64_t
 from libc.string cimport memset
 
 import numpy
@@ -24,7 +24,10 @@ from kvcore._kernels.scan cimport load_indices
 from kvcore._kernels.windows cimport pick_mean, run_windows, window_lane, windows_job
 
 cdef enum:
-    KEEP_GIL_BYTES = 32768      # below it, giving up the GIL costs more than the copy
+    KEEP_GIL_BYTES = 32768  # below it, giving up the GIL costs more than the copy
+
+
+cdef int64_t MAX_RUNS = <int64_t>1 << 56
 
 
 cdef int fill(window_lane* out, object lane, int64_t block_size) except -1:
@@ -57,15 +60,16 @@ cdef class WindowsSpec(Spec):
     ):
         Spec.__init__(self, outputs, warnings, soc)
         self.n_lanes = 0
-        self.token_bytes = 0
+        total = 0
         for lane in lanes:
             if lane.items == 0:
                 continue
             fill(&self.lanes[self.n_lanes], lane, block_size)
             self.tok_arg[self.n_lanes] = lane.tok_arg
             self.page_arg[self.n_lanes] = lane.page_arg
-            self.token_bytes += num_heads * lane.items * lane.item_bytes
+            total += num_heads * lane.items * lane.item_bytes
             self.n_lanes += 1
+        self.token_bytes = min(total, INT64_MAX)
         self.batch = batch
         self.num_heads = num_heads
         self.num_tokens = num_tokens
@@ -97,7 +101,7 @@ cdef class WindowsSpec(Spec):
     cdef int load(self, Plan plan, totals_t* totals) except -1:
         """Copy the index arrays into plan.scratch, check them, and put them as the kernel wants."""
         cdef int64_t runs = self.batch * self.num_heads
-        cdef int64_t* slots = plan.reserve(5 * runs + 2 * self.batch)
+        cdef int64_t* slots = plan.reserve(self.scratch_numbers())
         cdef int64_t* heads = slots + runs
         cdef int64_t* tails = heads + runs
         cdef int64_t* lengths = tails + runs
@@ -162,32 +166,23 @@ cdef class WindowsSpec(Spec):
     cdef object execute(self, Plan plan):
         cdef windows_job job
         cdef totals_t totals
-        cdef int64_t row_bytes, pieces = 0, runs = self.batch * self.num_heads
+        cdef int64_t row_bytes = 0
         cdef int64_t* pairs
         cdef int threads, k
-        plan.last = True
         plan.copied_bytes = 0
-        plan.copied_pieces = 0
         if self.empty():
+            plan.last = True
             return None
         self.load(plan, &totals)
         memset(&job, 0, sizeof(windows_job))
         self.point(plan, &job)
-        pairs = plan.scratch + 3 * runs + 2 * self.batch
+        pairs = plan.scratch + 3 * self.batch * self.num_heads + 2 * self.batch
         job.n_lanes = self.n_lanes
-        row_bytes = 0
         for k in range(self.n_lanes):
             job.lanes[k] = self.lanes[k]
             place(plan, self.tok_arg[k], self.page_arg[k], &job.lanes[k])
             row_bytes += self.lanes[k].items * self.lanes[k].item_bytes
-            pieces += (
-                1
-                if self.lanes[k].tok_step == self.lanes[k].item_bytes
-                and self.lanes[k].page_step == self.lanes[k].item_bytes
-                else self.lanes[k].items
-            )
         plan.copied_bytes = totals.rows * row_bytes
-        plan.copied_pieces = totals.rows * pieces
         job.stream = plan.copied_bytes >= streaming_threshold()
         threads = plan.threads_for(totals.tokens * row_bytes)
         if threads == 1 and totals.tokens * row_bytes < KEEP_GIL_BYTES:
@@ -195,6 +190,7 @@ cdef class WindowsSpec(Spec):
         else:
             with nogil:
                 run_windows(&job, threads, pairs)
+        plan.last = True
         return None
 
     cdef object check_values(self, Plan plan):
@@ -202,33 +198,50 @@ cdef class WindowsSpec(Spec):
         if not self.empty():
             self.load(plan, &totals)
 
+    cdef int64_t scratch_numbers(self) noexcept:
+        # What no memory holds is for Plan.reserve to refuse, so it must not wrap here.
+        cdef int64_t runs = self.batch * self.num_heads
+        if runs > MAX_RUNS or self.batch > MAX_RUNS:
+            return INT64_MAX
+        return 5 * runs + 2 * self.batch
+
     def workspace_size(self, Plan plan):
-        if self.empty():
-            return 0
-        return 8 * (5 * self.batch * self.num_heads + 2 * self.batch)
+        return 0 if self.empty() else 8 * int(self.scratch_numbers())
 
     def most_bytes(self, Plan plan):
         # No run writes more rows than its batch has tokens: a mean stands for at least one.
-        return self.num_tokens * self.token_bytes
+        return self.num_tokens * int(self.token_bytes)
 
-    def accesses(self, Plan plan):
+    def moved(self, Plan plan):
         cdef int k
+        pieces = 0
+        if not self.empty():
+            for k in range(self.n_lanes):
+                pieces += window_ranges.count_pieces(side_of(&self.lanes[k]), self.runs_of(plan))
+        return plan.copied_bytes, pieces
+
+    cdef object runs_of(self, Plan plan):
+        """A copy of what the last run did."""
         cdef int64_t runs = self.batch * self.num_heads
-        if self.empty():
-            return [], []
         numbers = numpy.frombuffer(
             PyBytes_FromStringAndSize(<char*>plan.scratch, (3 * runs + 2 * self.batch) * 8),
             numpy.int64,
         )
-        found = window_ranges.Runs(
+        return window_ranges.Runs(
             slots=numbers[:runs],
             heads=numbers[runs : 2 * runs],
             tails=numbers[2 * runs : 3 * runs],
             lengths=numpy.repeat(numbers[3 * runs : 3 * runs + self.batch], self.num_heads),
             starts=numpy.repeat(numbers[3 * runs + self.batch :], self.num_heads),
-            columns=numpy.arange(runs, dtype=numpy.int64) % self.num_heads,
+            columns=numpy.arange(runs, dtype=numpy.int64) % max(self.num_heads, 1),
             means=self.kind >= 0,
         )
+
+    def accesses(self, Plan plan):
+        cdef int k
+        if self.empty():
+            return [], []
+        found = self.runs_of(plan)
         read, written = [], []
         for k in range(self.n_lanes):
             side = side_of(&self.lanes[k])
@@ -275,6 +288,7 @@ cdef object side_of(const window_lane* side):
         block_stride=side.lane.block_stride,
         row_stride=side.lane.row_stride,
         page_step=side.page_step,
+        flat=bool(side.lane.flat),
         items=side.items,
         item_bytes=side.item_bytes,
     )
