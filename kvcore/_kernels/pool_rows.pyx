@@ -136,4 +136,3 @@ def install(
     job.install = True
     with nogil:
         run(&job, n_threads)
-
