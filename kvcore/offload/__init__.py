@@ -3,6 +3,8 @@
 
 from kvcore.offload.caches import LAYOUTS, PagedCaches
 from kvcore.offload.device_pool import DevicePool, Selection
+from kvcore.offload.id_traces import hit_rate, read_ids, write_ids
+from kvcore.offload.id_traces_synthetic import ScoreModel, TurnoverIds, score_trace
 from kvcore.offload.models import MODELS, ModelShape, model_shape
 from kvcore.offload.pool import BlockPool
 from kvcore.offload.replay import Replay, slot_mapping
@@ -22,10 +24,16 @@ __all__ = [
     "Replay",
     "ReplayReport",
     "Scheduler",
+    "ScoreModel",
     "Selection",
     "TraceRequest",
+    "TurnoverIds",
     "generate_trace",
+    "hit_rate",
     "model_shape",
+    "read_ids",
     "read_trace",
+    "score_trace",
     "slot_mapping",
+    "write_ids",
 ]

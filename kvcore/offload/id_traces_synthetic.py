@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Made-up traces of top-k ids: one that plays an indexer, one whose steps cost top-k alone.
+
+**Scores** (`score_trace`).  A token's score is a static part (Student-t with 3 degrees of freedom:
+few tokens matter always), a part that drifts (AR(1)) and white noise; the top-k highest are
+chosen.  Two numbers are fitted, rho and the size of the noise, to two published hit rates of one
+trace of 2,048 ids a step: previous selection 58.85%, LRU of 8,192 entries 90.50%
+(cann-recipes-infer, GLM-5.2 offload guide).  The rates of other pools are what the model says.
+A step costs some ten operations a token of the context.
+
+**Turnover** (`TurnoverIds`).  For long runs: each step keeps a given share of the last selection;
+of the rest a given share comes back after having been dropped, at a given mean distance, and the
+others are new.  A step costs top-k, whatever the context.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.errors import fail
+from kvcore.offload.checks import check_integer
+
+__all__ = ["ScoreModel", "TurnoverIds", "score_trace"]
+
+MAX_TOKENS = 2**31 - 2
+NEW_TRIES = 64
+
+
+def _check_share(name: str, value: object, high: float = 1.0) -> float:
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    if not good or not 0 <= value <= high:  # type: ignore[operator]
+        fail(name, f"a number from 0 to {high:g}", repr(value))
+    return float(value)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreModel:
+    """Sizes of the parts of a score.
+
+    rho:      of the drifting part, from one step to the next (fitted).
+    drift:    standard deviation of the drifting part; the static part has scale 1.
+    noise:    standard deviation of the white noise (fitted).
+    freedom:  degrees of freedom of the static part.
+    """
+
+    rho: float = 0.955
+    drift: float = 1.0
+    noise: float = 0.885
+    freedom: float = 3.0
+
+    def __post_init__(self) -> None:
+        _check_share("rho", self.rho)
+        for name in ("drift", "noise"):
+            _check_share(name, getattr(self, name), 1e6)
+        _check_share("freedom", self.freedom, 1e6)
+        if not self.freedom > 0:
+            fail("freedom", "more than 0", self.freedom)
+
+
+def score_trace(
+    steps: int,
+    *,
+    layers: int = 1,
+    tokens: int = 65_536,
+    topk: int = 2048,
+    seed: int = 0,
+    model: ScoreModel | None = None,
+) -> NDArray[np.int32]:
+    """int32 [steps, layers, topk], ids ascending; layers are independent of one another.
+
+    Equal arguments give equal ids on every machine, as far as numpy's generators do.
+    """
+    check_integer("steps", steps, 1, 2**31)
+    check_integer("layers", layers, 1, 4096)
+    check_integer("tokens", tokens, 1, MAX_TOKENS)
+    check_integer("topk", topk, 1, tokens)
+    check_integer("seed", seed, 0)
+    model = model or ScoreModel()
+    ids = np.empty((steps, layers, topk), np.int32)
+    fresh_share = np.float32(model.drift * math.sqrt(1 - model.rho**2))
+    rho, noise = np.float32(model.rho), np.float32(model.noise)
+    white = np.empty(tokens, np.float32)
+    score = np.empty(tokens, np.float32)
+    for layer in range(layers):
+        draw = np.random.default_rng([seed, layer])
+        static = draw.standard_t(model.freedom, tokens).astype(np.float32)
+        drift = draw.standard_normal(tokens, np.float32) * np.float32(model.drift)
+        for step in range(steps):
+            draw.standard_normal(dtype=np.float32, out=white)
+            drift *= rho
+            white *= fresh_share
+            drift += white
+            draw.standard_normal(dtype=np.float32, out=white)
+            np.multiply(white, noise, out=score)
+            score += drift
+            score += static
+            chosen = np.argpartition(score, tokens - topk)[tokens - topk :]
+            chosen.sort()
+            ids[step, layer] = chosen
+    return ids
+
+
+class TurnoverIds:
+    """Selections with a given overlap and re-use, one call a step.
+
+    topk:     ids a step.
+    overlap:  share of the last selection that stays, exactly (rounded to whole ids; more where
+              the context has no others).
+    reuse:    share of the others that are drawn from what was dropped before; fewer come back,
+              see ``distance``.
+    distance: mean number of steps between being dropped and such a return (geometric, at least
+              1).  A drawn id that is wanted already, or was dropped this step, is replaced by a
+              new one.
+    New ids are uniform over the context and are neither wanted nor dropped this step.
+
+    The defaults give, over 65,536 tokens, the rates of the page on offloading.
+    """
+
+    def __init__(
+        self,
+        topk: int = 2048,
+        *,
+        overlap: float = 0.5885,
+        reuse: float = 1.0,
+        distance: float = 6.0,
+        seed: int = 0,
+    ) -> None:
+        check_integer("topk", topk, 1, MAX_TOKENS)
+        check_integer("seed", seed, 0)
+        self.topk = topk
+        self.overlap = _check_share("overlap", overlap)
+        self.reuse = _check_share("reuse", reuse)
+        self.distance = _check_share("distance", distance, 1e6)
+        if self.distance < 1:
+            fail("distance", "at least 1 step", distance)
+        self._draw = np.random.default_rng(seed)
+        self._last = np.empty(0, np.int32)
+        # Kept long enough for all but e^-6 of the draws.
+        self._dropped: list[NDArray[np.int32]] = []
+        self._depth = math.ceil(6 * self.distance)
+        self._taken = np.zeros(0, bool)
+
+    def next(self, num_tokens: int) -> NDArray[np.int32]:
+        """int32 [topk] for a context of ``num_tokens``, which may grow or shrink between calls.
+
+        Up to top-k tokens, all of them are wanted, and -1 fills the rest.
+        """
+        check_integer("num_tokens", num_tokens, 0, MAX_TOKENS)
+        if num_tokens <= self.topk:
+            ids = np.full(self.topk, -1, np.int32)
+            ids[:num_tokens] = np.arange(num_tokens)
+            self._last = ids[:num_tokens].copy()
+            self._dropped.clear()
+            return ids
+        if len(self._taken) < num_tokens:
+            self._taken = np.zeros(max(num_tokens, 2 * len(self._taken)), bool)
+        last = self._last[self._last < num_tokens]
+        order = self._draw.permutation(len(last))
+        # Of a context hardly larger than top-k more has to stay.
+        stay = max(round(self.overlap * self.topk), self.topk - (num_tokens - len(last)))
+        stay = min(stay, len(last))
+        kept, gone = last[order[:stay]], last[order[stay:]]
+        self._taken[last] = True
+        found = [kept, self._returning(self.topk - stay, num_tokens)]
+        missing = self.topk - sum(map(len, found))
+        found.append(self._new(missing, num_tokens))
+        ids = np.concatenate(found)
+        self._taken[last] = False
+        self._taken[ids] = False
+        self._dropped.append(gone)
+        del self._dropped[: -self._depth]
+        self._last = ids
+        return ids.copy()
+
+    def _returning(self, count: int, num_tokens: int) -> NDArray[np.int32]:
+        draw = self._draw
+        count = int(draw.binomial(count, self.reuse))
+        ages = draw.geometric(1 / self.distance, count)
+        sizes = np.array([0, *(len(ids) for ids in reversed(self._dropped))])
+        ages = ages[ages < len(sizes)]
+        ages = ages[sizes[ages] > 0]
+        if not len(ages):
+            return np.empty(0, np.int32)
+        pool = np.concatenate(self._dropped[::-1])
+        starts = np.concatenate([[0, 0], np.cumsum(sizes[1:])])
+        picked = pool[starts[ages] + draw.integers(0, sizes[ages])]
+        return self._take(picked, num_tokens)
+
+    def _new(self, count: int, num_tokens: int) -> NDArray[np.int32]:
+        found: list[NDArray[np.int32]] = []
+        # At least half of the context is free: a handful of rounds.
+        for _ in range(NEW_TRIES if num_tokens >= 4 * self.topk else 0):
+            if not count:
+                break
+            ids = self._draw.integers(0, num_tokens, count, np.int32)
+            found.append(self._take(ids, num_tokens))
+            count -= len(found[-1])
+        if count:
+            # A context of less than four top-k: look at all of it.
+            open_ = np.flatnonzero(~self._taken[:num_tokens]).astype(np.int32)
+            found.append(self._take(self._draw.permutation(open_)[:count], num_tokens))
+        return np.concatenate(found) if found else np.empty(0, np.int32)
+
+    def _take(self, ids: NDArray[np.int32], num_tokens: int) -> NDArray[np.int32]:
+        """Those of the ids that are free, each once; taken from now on."""
+        ids = ids[ids < num_tokens]
+        ids = ids[~self._taken[ids]]
+        ids = np.unique(ids)
+        self._taken[ids] = True
+        return ids
