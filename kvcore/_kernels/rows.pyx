@@ -299,8 +299,8 @@ cdef _run_bytes(
             f"expected slots [{n}] and cache rows of {tokens.shape[1]} bytes, "
             f"got [{slots.shape[0]}] and {cache.shape[2]}"
         )
-    if n_threads < 1:
-        raise ValueError(f"n_threads: expected at least 1, got {n_threads}")
+    if not 1 <= n_threads <= 1024:
+        raise ValueError(f"n_threads: expected 1 to 1024, got {n_threads}")
     for i in range(n):
         if slots[i] >= bound:
             raise IndexError(f"slots[{i}]: expected < {bound}, got {slots[i]}")
