@@ -5,6 +5,7 @@ from kvcore.offload.caches import LAYOUTS, PagedCaches
 from kvcore.offload.device_pool import DevicePool, Selection
 from kvcore.offload.id_traces import hit_rate, read_ids, write_ids
 from kvcore.offload.id_traces_synthetic import ScoreModel, TurnoverIds, score_trace
+from kvcore.offload.model_profiles import MODEL_PROFILES, ModelFigure, ModelProfile
 from kvcore.offload.models import MODELS, ModelShape, model_shape
 from kvcore.offload.pool import BlockPool
 from kvcore.offload.replay import Replay, slot_mapping
@@ -16,9 +17,12 @@ from kvcore.offload.traces import TraceRequest, read_trace
 __all__ = [
     "LAYOUTS",
     "MODELS",
+    "MODEL_PROFILES",
     "BlockPool",
     "DevicePool",
     "Mismatch",
+    "ModelFigure",
+    "ModelProfile",
     "ModelShape",
     "PagedCaches",
     "Replay",

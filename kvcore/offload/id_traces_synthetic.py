@@ -105,7 +105,7 @@ def score_trace(
 
 
 class TurnoverIds:
-    """Selections with a given overlap and re-use, one call a step.
+    """Selections with a given overlap and reuse, one call a step.
 
     topk:     ids a step.
     overlap:  share of the last selection that stays, exactly (rounded to whole ids; more where
