@@ -5,6 +5,7 @@ from kvcore.offload.caches import LAYOUTS, PagedCaches
 from kvcore.offload.device_pool import DevicePool, Selection
 from kvcore.offload.id_traces import hit_rate, read_ids, write_ids
 from kvcore.offload.id_traces_synthetic import ScoreModel, TurnoverIds, score_trace
+from kvcore.offload.manager import OffloadEvent, OffloadManager, StorePlan
 from kvcore.offload.model_profiles import MODEL_PROFILES, ModelFigure, ModelProfile
 from kvcore.offload.models import MODELS, ModelShape, model_shape
 from kvcore.offload.pool import BlockPool
@@ -24,12 +25,15 @@ __all__ = [
     "ModelFigure",
     "ModelProfile",
     "ModelShape",
+    "OffloadEvent",
+    "OffloadManager",
     "PagedCaches",
     "Replay",
     "ReplayReport",
     "Scheduler",
     "ScoreModel",
     "Selection",
+    "StorePlan",
     "TraceRequest",
     "TurnoverIds",
     "generate_trace",
