@@ -9,6 +9,7 @@ from kvcore.offload.manager import OffloadEvent, OffloadManager, StorePlan
 from kvcore.offload.model_profiles import MODEL_PROFILES, ModelFigure, ModelProfile
 from kvcore.offload.models import MODELS, ModelShape, model_shape
 from kvcore.offload.pool import BlockPool
+from kvcore.offload.prefill import PrefillOffloader
 from kvcore.offload.replay import Replay, slot_mapping
 from kvcore.offload.report import Mismatch, ReplayReport
 from kvcore.offload.scheduler import Scheduler
@@ -28,6 +29,7 @@ __all__ = [
     "OffloadEvent",
     "OffloadManager",
     "PagedCaches",
+    "PrefillOffloader",
     "Replay",
     "ReplayReport",
     "Scheduler",

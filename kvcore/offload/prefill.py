@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill with the full cache on the host: each layer's rows leave while the next computes.
+
+The device keeps a ring of staging buffers, not a cache.  For each layer the computation takes a
+buffer, writes the layer's keys and values into it, and hands it over; a copy stream takes the rows
+to their blocks on the host.  Two events tie the streams together: the copy waits for the rows, and
+whoever takes the buffer next waits for the copy.  The host never waits::
+
+    offloader = PrefillOffloader(device, full, max_tokens=512, copies=device.stream("d2h"))
+    for layer in full:
+        staging = offloader.take(layer, compute)
+        compute.launch(...)                       # writes staging.lanes
+        offloader.hand_over(staging, block_table, first=0, count=512)
+    compute.wait_event(offloader.stored(0))       # layer 0 can be read from the host
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvcore._core import arrays
+from kvcore.errors import StreamError, fail
+from kvcore.offload.checks import check_integer
+
+if TYPE_CHECKING:
+    from kvcore.runtime import Buffer, Device, Event, Stream
+
+__all__ = ["PrefillOffloader", "Staging"]
+
+MAX_DEPTH = 1024
+
+
+@dataclass(eq=False, slots=True)
+class Staging:
+    """One buffer of the ring, while a layer has it.
+
+    layer: whose rows go into it.
+    lanes: for each lane a device buffer [max_tokens, size]; rows beyond ``count`` are not copied.
+    """
+
+    layer: int
+    lanes: tuple[Buffer, ...]
+    stream: Stream
+    place: int
+
+
+class PrefillOffloader:
+    """A ring of ``depth`` staging buffers between a computation and the host.
+
+    full:       by layer id (any integers), the lanes of the full cache on the host, each
+                [blocks, block_size, size]; written by the copies.  ``host`` buffers of the device,
+                or plain arrays (copied at a pageable array's speed).
+    max_tokens: rows of a staging buffer: the most tokens of one hand-over.
+    copies:     the stream that copies.
+    depth:      buffers in the ring; with one, copy and computation take turns.
+
+    Raises ParamInvalidError; DeviceOutOfMemoryError with nothing kept.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        full: Mapping[int, Sequence[Any]],
+        *,
+        max_tokens: int,
+        copies: Stream,
+        depth: int = 2,
+    ) -> None:
+        check_integer("max_tokens", max_tokens, 1)
+        check_integer("depth", depth, 1, MAX_DEPTH)
+        if copies.device is not device:
+            fail("copies", "a stream of the same device", repr(copies))
+        if not isinstance(full, Mapping) or not full:
+            fail("full", "the lanes of each layer, by layer id", type(full).__name__)
+        self._full = {layer: tuple(lanes) for layer, lanes in full.items()}
+        self._shape = _common_shape(self._full)
+        self._device, self._copies = device, copies
+        self.max_tokens, self.depth = max_tokens, depth
+        self._stored: dict[int, Event] = {}
+        self._buffers: list[tuple[Buffer, ...]] = []
+        self._drained = [device.event() for _ in range(depth)]
+        self._taken: dict[int, Staging] = {}
+        self._next = 0
+        made: list[Buffer] = []
+        try:
+            for _ in range(depth):
+                for size, dtype in self._shape[2]:
+                    made.append(device.empty((max_tokens, size), dtype))
+        except BaseException:
+            for buffer in made:
+                buffer.free()
+            raise
+        lanes = len(self._shape[2])
+        self._buffers = [tuple(made[i * lanes : (i + 1) * lanes]) for i in range(depth)]
+
+    def take(self, layer: int, stream: Stream) -> Staging:
+        """The next buffer of the ring, for a layer's rows; the stream waits until it is free.
+
+        Returns at once.  Raises StreamError when all buffers are taken and none was handed over
+        or put back: that would wait for ever.
+        """
+        if type(layer) is not int or layer not in self._full:
+            fail("layer", f"one of {', '.join(map(str, self._full))}", repr(layer))
+        if not self._buffers:
+            raise StreamError("offloader: expected an open one, got one that was closed")
+        place = self._next
+        if place in self._taken:
+            raise StreamError(
+                f"layer: expected one of {self.depth} buffers handed over or put back before "
+                f"layer {layer} takes it, got it taken by layer {self._taken[place].layer}",
+                argument="layer",
+                seen=layer,
+            )
+        stream.wait_event(self._drained[place])
+        staging = Staging(layer, self._buffers[place], stream, place)
+        self._taken[place] = staging
+        self._next = (place + 1) % self.depth
+        return staging
+
+    def hand_over(self, staging: Staging, block_table: Any, *, first: int, count: int) -> Event:
+        """Copy ``count`` rows to the host behind what the stream that took the buffer has now.
+
+        block_table: int32 or int64 [columns]: token t is row t % block_size of block
+                     block_table[t // block_size].  Read now.
+        first:       position of row 0.
+        Returns the event behind the copy (also ``stored(layer)``).  Raises ParamInvalidError and
+        launches nothing then; the buffer stays taken.
+        """
+        self._check_taken(staging)
+        check_integer("first", first, 0)
+        check_integer("count", count, 0, self.max_tokens)
+        targets, sources = self._pieces(staging, block_table, first, count)
+        filled, stream = self._device.event(), staging.stream
+        filled.record(stream)
+        self._copies.wait_event(filled)
+        if targets:
+            self._copies.copy_batch(targets, sources)
+        self._drained[staging.place].record(self._copies)
+        stored = self._stored[staging.layer] = self._device.event()
+        stored.record(self._copies)
+        del self._taken[staging.place]
+        return stored
+
+    def put_back(self, staging: Staging) -> None:
+        """Give a buffer back without a copy: the request was aborted."""
+        self._check_taken(staging)
+        # What the stream launched may still write into it.
+        self._drained[staging.place].record(staging.stream)
+        del self._taken[staging.place]
+
+    def stored(self, layer: int) -> Event:
+        """The event behind the layer's last hand-over; not recorded before the first."""
+        if type(layer) is not int or layer not in self._full:
+            fail("layer", f"one of {', '.join(map(str, self._full))}", repr(layer))
+        return self._stored.get(layer) or self._device.event()
+
+    def close(self) -> None:
+        """Free the ring.  Launched work keeps the bytes it needs; a buffer taken is lost."""
+        buffers, self._buffers = self._buffers, []
+        self._taken.clear()
+        for lanes in buffers:
+            for buffer in lanes:
+                buffer.free()
+
+    def _check_taken(self, staging: Staging) -> None:
+        if not isinstance(staging, Staging) or self._taken.get(staging.place) is not staging:
+            fail("staging", "a buffer taken and not yet handed over or put back", repr(staging))
+
+    def _pieces(
+        self, staging: Staging, block_table: Any, first: int, count: int
+    ) -> tuple[list[Any], list[Any]]:
+        num_blocks, block_size, _ = self._shape
+        table = getattr(block_table, "__kvcore_array__", block_table)
+        if not isinstance(table, np.ndarray) or table.dtype not in (np.int32, np.int64):
+            fail("block_table", "an int32 or int64 array", type(block_table).__name__)
+        if table.ndim != 1 or len(table) * block_size < first + count:
+            fail("block_table", f"blocks for {first + count} tokens", f"shape {table.shape}")
+        targets: list[Any] = []
+        sources: list[Any] = []
+        done = 0
+        while done < count:
+            column, row = divmod(first + done, block_size)
+            block, rows = int(table[column]), min(block_size - row, count - done)
+            if not 0 <= block < num_blocks:
+                fail(f"block_table[{column}]", f"a block below {num_blocks}", block)
+            for lane, buffer in zip(self._full[staging.layer], staging.lanes, strict=True):
+                targets.append(lane[block, row : row + rows])
+                sources.append(buffer[done : done + rows])
+            done += rows
+        return targets, sources
+
+
+def _common_shape(
+    full: Mapping[int, tuple[Any, ...]],
+) -> tuple[int, int, tuple[tuple[int, str], ...]]:
+    """(blocks, block size, (size, dtype) of each lane), the same in all layers."""
+    shapes: list[tuple[int, int, tuple[tuple[int, str], ...]]] = []
+    for layer, lanes in full.items():
+        check_integer("full", layer, 0)
+        infos = [arrays.read(lane, f"full[{layer}]") for lane in lanes]
+        for info in infos:
+            if len(info.shape) != 3 or 0 in info.shape:
+                fail(f"full[{layer}]", "lanes [blocks, block_size, size]", info.shape)
+            if info.read_only:
+                fail(f"full[{layer}]", "arrays that can be written", "a read-only one")
+        places = {info.shape[:2] for info in infos}
+        if len(places) != 1:
+            fail(f"full[{layer}]", "lanes of one block table", sorted(places))
+        sizes = tuple(
+            (info.shape[2], str(getattr(lane, "dtype", "")))
+            for info, lane in zip(infos, lanes, strict=True)
+        )
+        num_blocks, block_size = places.pop()
+        shapes.append((num_blocks, block_size, sizes))
+        if shapes[-1] != shapes[0]:
+            fail(f"full[{layer}]", f"the shape of the first layer {shapes[0]}", shapes[-1])
+    return shapes[0]
