@@ -25,6 +25,10 @@ from kvcore.errors import (
 )
 from kvcore.float4 import pack_float4, unpack_float4
 from kvcore.ops.gather_pa import gather_pa_kv_cache, plan_gather_pa_kv_cache
+from kvcore.ops.gather_selection import (
+    gather_selection_kv_cache,
+    plan_gather_selection_kv_cache,
+)
 from kvcore.ops.kv_cache_update import kv_cache_update, plan_kv_cache_update
 from kvcore.ops.scatter_pa import (
     plan_scatter_pa_cache,
@@ -55,12 +59,14 @@ __all__ = [
     "backends",
     "errors",
     "gather_pa_kv_cache",
+    "gather_selection_kv_cache",
     "get_num_threads",
     "info",
     "kv_cache_update",
     "layout",
     "pack_float4",
     "plan_gather_pa_kv_cache",
+    "plan_gather_selection_kv_cache",
     "plan_kv_cache_update",
     "plan_scatter_pa_cache",
     "plan_scatter_pa_kv_cache",

@@ -36,6 +36,7 @@ cdef class Plan:
     cdef int64_t copied_bytes
     cdef int64_t copied_pieces
     cdef readonly object last          # not None once a run came to its end: touched() is exact
+    cdef readonly object extra         # where the operator puts what a call asked for besides
 
     cdef int64_t* reserve(self, int64_t count) except NULL
     cdef int verify(self) except -1
@@ -51,5 +52,8 @@ cdef class Operator:
     cdef dict specs
     cdef int n_arrays
 
-    cdef Plan make(self, tuple arrays, tuple params, object soc, object backend, object num_threads)
+    cdef Plan make(
+        self, tuple arrays, tuple params, object soc, object backend, object num_threads,
+        object extra
+    )
     cdef int keep_apart(self, Plan plan, Spec spec) except -1

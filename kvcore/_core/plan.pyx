@@ -319,7 +319,8 @@ cdef class Operator:
             raise ValueError(f"{name}: at most {MAX_ARRAYS} arrays")
 
     cdef Plan make(
-        self, tuple arrays, tuple params, object soc, object backend, object num_threads
+        self, tuple arrays, tuple params, object soc, object backend, object num_threads,
+        object extra
     ):
         global making
         making = True
@@ -334,6 +335,7 @@ cdef class Operator:
         plan.operator = self
         plan.arrays = arrays
         plan.params = params
+        plan.extra = extra
         plan.keep = []
         for i in range(self.n_arrays):
             if read_view(arrays[i], self.arguments[i], &plan.views[i], plan.keep):
@@ -410,13 +412,17 @@ cdef class Operator:
                     spec.disjoint.add(meeting)
         return 0
 
-    def plan(self, tuple arrays, tuple params, soc=None, backend=None, num_threads=None):
+    def plan(
+        self, tuple arrays, tuple params, soc=None, backend=None, num_threads=None, extra=None
+    ):
         """A Plan for these arrays, or the typed error of the first rule they break."""
-        return self.make(arrays, params, soc, backend, num_threads)
+        return self.make(arrays, params, soc, backend, num_threads, extra)
 
-    def call(self, tuple arrays, tuple params, soc=None, backend=None, num_threads=None):
+    def call(
+        self, tuple arrays, tuple params, soc=None, backend=None, num_threads=None, extra=None
+    ):
         """plan(...).run()"""
-        cdef Plan plan = self.make(arrays, params, soc, backend, num_threads)
+        cdef Plan plan = self.make(arrays, params, soc, backend, num_threads, extra)
         if plan.unproven or plan.backend is not None:
             return plan.run()
         return plan.spec.execute(plan)

@@ -16,7 +16,7 @@ from kvcore.dtypes import BY_NAME, DATA_DTYPES, DType
 from kvcore.ops import checks
 from kvcore.soc import SoC
 
-__all__ = ["check_gather_pa", "out_of_range_note"]
+__all__ = ["check_gather_pa", "check_gather_selection", "out_of_range_note"]
 
 #: Data types of the A2 and A3 kernels of both operators.
 NARROW = tuple(BY_NAME[name] for name in ("float16", "bfloat16", "int8"))
@@ -102,4 +102,83 @@ def check_gather_pa(case: Any, soc: SoC) -> tuple[str, ...]:
     loose = [i.name for i in case.infos if i is not None and not _contiguous(i)]
     if loose:
         warnings.append(f"{', '.join(loose)}: {soc} takes contiguous arrays only")
+    return tuple(warnings)
+
+
+# ---------------------------------------------------------------- gather_selection_kv_cache
+
+#: GatherSelectionKvCache on A3: its document's bounds.
+MAX_SELECTION_TOPK = 2048
+MAX_TOPK_OF_WIDE_BLOCKS = 32
+MAX_STEPS = 7
+MAX_ROPE_SIZE = 64
+MAX_KV_SIZE = 656
+#: The unified buffer that the kernel's row buffers share.
+UNIFIED_BUFFER_BYTES = 192 * 1024
+# Positions in the operator's argument list.
+ROPE, CACHE, TABLE = range(3)
+
+
+def _padded(nbytes: int) -> int:
+    return (nbytes + 31) // 32 * 32
+
+
+def check_gather_selection(case: Any, soc: SoC) -> tuple[str, ...]:
+    """Raise where the document forbids a gather_selection.Case; its warnings' texts otherwise."""
+    if soc.name not in ("A2", "A3"):
+        checks.fail("soc", "'A3' or 'A2' (no other has GatherSelectionKvCache)", repr(soc.name))
+    cache, table = case.info(CACHE), case.info(TABLE)
+    rope = case.infos[ROPE]
+    _one_of(cache, case.dtype, NARROW, soc)
+    if rope is not None and case.dtype.name == "int8":
+        checks.fail("selection_k_rope", f"an empty pair of ropes with int8 on {soc}", "an array")
+    if case.index_dtype is not INT32:
+        checks.fail("selection_kv_block_table", f"dtype int32 on {soc}", case.index_dtype)
+    for info in case.infos:
+        if info is not None and not _contiguous(info):
+            checks.fail(info.name, f"a contiguous array on {soc}", f"strides {info.strides} bytes")
+    ids = "selection_topk_indices"
+    if case.topk > MAX_SELECTION_TOPK:
+        checks.fail(ids, f"a top-k of at most {MAX_SELECTION_TOPK} on {soc}", case.topk)
+    if case.topk > MAX_TOPK_OF_WIDE_BLOCKS and case.block != 1:
+        checks.fail(
+            "selection_topk_block_size",
+            f"1 with a top-k above {MAX_TOPK_OF_WIDE_BLOCKS} on {soc}",
+            case.block,
+        )
+    if case.steps > MAX_STEPS:
+        checks.fail(ids, f"at most {MAX_STEPS} rows a request (S) on {soc}", case.steps)
+    needed = case.rows * table.shape[1]
+    if cache.shape[0] < needed:
+        checks.fail(
+            "selection_kv_cache", f"at least {needed} blocks (rows * SMAX) on {soc}", cache.shape[0]
+        )
+    rope_size = 0 if rope is None else rope.shape[2]
+    if rope_size > MAX_ROPE_SIZE:
+        checks.fail("selection_k_rope", f"R of at most {MAX_ROPE_SIZE} on {soc}", rope_size)
+    if cache.shape[2] > MAX_KV_SIZE:
+        checks.fail("selection_kv_cache", f"K of at most {MAX_KV_SIZE} on {soc}", cache.shape[2])
+    warnings = []
+    if soc.name == "A2":
+        warnings.append(
+            "soc: GatherSelectionKvCache is documented for A3 only, though built for A2"
+        )
+    if case.topk <= MAX_TOPK_OF_WIDE_BLOCKS and case.steps != 1:
+        warnings.append(
+            f"{ids}: the kernel for a top-k up to {MAX_TOPK_OF_WIDE_BLOCKS} takes one row a "
+            f"request, got S = {case.steps}"
+        )
+    item = cache.itemsize
+    needed = (
+        2 * (_padded(case.block * rope_size * item) + _padded(case.block * cache.shape[2] * item))
+        + _padded(4 * case.topk)
+        + _padded(4 * case.topk + 4)
+        + _padded(4 * table.shape[1])
+        + 32
+    )
+    if needed > UNIFIED_BUFFER_BYTES:
+        warnings.append(
+            f"selection_topk_block_size: a row's buffers take {needed} bytes on the device, "
+            f"whose unified buffer has {UNIFIED_BUFFER_BYTES}"
+        )
     return tuple(warnings)
