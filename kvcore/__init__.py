@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV-cache operators of LLM inference on Ascend NPUs, exact and fast on a CPU.
 
-Operators: scatter_pa_kv_cache, reshape_and_cache, kv_cache_update, and a plan_* function of each
-(plan once, run many times).  Layouts: kvcore.layout.  Backends: kvcore.backends.  The runtime
+Operators: scatter_pa_kv_cache, reshape_and_cache, kv_cache_update, gather_pa_kv_cache,
+gather_selection_kv_cache, and a plan_* function of each (plan once, run many times).  Their books:
+kvcore.slots, permute_rows, invalidate.  Layouts: kvcore.layout.  Backends: kvcore.backends.  The runtime
 (kvcore.runtime, kvcore.Device), the offload engine (kvcore.offload) and the torch operators
 (kvcore.torch) are imported when they are asked for.
 """
@@ -24,6 +25,7 @@ from kvcore.errors import (
     StreamError,
 )
 from kvcore.float4 import pack_float4, unpack_float4
+from kvcore.ops import slots
 from kvcore.ops.gather_pa import gather_pa_kv_cache, plan_gather_pa_kv_cache
 from kvcore.ops.gather_selection import (
     gather_selection_kv_cache,
@@ -38,6 +40,7 @@ from kvcore.ops.scatter_pa import (
     scatter_pa_kv_cache,
 )
 from kvcore.ops.scenario import Scenario, scenario_of
+from kvcore.ops.selection_rows import invalidate, permute_rows
 from kvcore.soc import SoC, use_soc
 from kvcore.threads import get_num_threads, set_num_threads
 
@@ -62,9 +65,11 @@ __all__ = [
     "gather_selection_kv_cache",
     "get_num_threads",
     "info",
+    "invalidate",
     "kv_cache_update",
     "layout",
     "pack_float4",
+    "permute_rows",
     "plan_gather_pa_kv_cache",
     "plan_gather_selection_kv_cache",
     "plan_kv_cache_update",
@@ -75,6 +80,7 @@ __all__ = [
     "scatter_pa_kv_cache",
     "scenario_of",
     "set_num_threads",
+    "slots",
     "unpack_float4",
     "use_soc",
 ]
