@@ -13,6 +13,7 @@ from kvcore.offload.prefill import PrefillOffloader
 from kvcore.offload.replay import Replay, slot_mapping
 from kvcore.offload.report import Mismatch, ReplayReport
 from kvcore.offload.scheduler import Scheduler
+from kvcore.offload.selection import SelectionCache
 from kvcore.offload.synthetic import generate_trace
 from kvcore.offload.traces import TraceRequest, read_trace
 
@@ -35,6 +36,7 @@ __all__ = [
     "Scheduler",
     "ScoreModel",
     "Selection",
+    "SelectionCache",
     "StorePlan",
     "TraceRequest",
     "TurnoverIds",
