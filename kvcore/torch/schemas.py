@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcore.errors import fail
 
-__all__ = ["register", "register_twin"]
+__all__ = ["Arguments", "register", "register_alias"]
 
 Kernel = Callable[..., Any]
 
@@ -52,14 +52,51 @@ def register(
     """
     names = [_define(library, schema, kernel, shapes or _nothing)]
     if twin:
-        names.append(register_twin(library, schema, kernel, shapes))
+        names.append(_twin(library, schema, kernel, shapes))
     return names
 
 
-def register_twin(
-    library: torch.library.Library, schema: str, kernel: Kernel, shapes: Kernel | None = None
+def register_alias(
+    library: torch.library.Library, schema: str, kernel: Kernel, aliases: tuple[str, ...]
+) -> list[str]:
+    """Define an operator that returns arguments which it mutates; the names defined.
+
+    Traces cannot keep such an operator.  It is made of two: one that mutates and returns nothing,
+    and one above it, which a trace takes apart, that calls it and hands the arguments back.
+    """
+    head = schema.rpartition(" -> ")[0]
+    name, _, arguments = head.partition("(")
+    inner = f"_kvcore_{name.replace('.', '_')}"
+    names = _define(library, f"{inner}({arguments} -> ()", kernel, _nothing)
+    library.define(schema)
+    read = Arguments(schema)
+
+    def outer(*args: Any, **keywords: Any) -> Any:
+        getattr(getattr(torch.ops, library.ns), inner)(*args, **keywords)
+        given = read(args, keywords)
+        found = [given[alias] for alias in aliases]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    library.impl(name, outer, "CompositeImplicitAutograd")
+    return [names, name]
+
+
+class Arguments:
+    """Reads the arguments of a call by a schema's names."""
+
+    def __init__(self, schema: str) -> None:
+        self.schema = torch._C.parse_schema(schema)
+        self.names = [argument.name for argument in self.schema.arguments]
+
+    def __call__(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+        """Every argument that was given, by name."""
+        return {**dict(zip(self.names, args, strict=False)), **keywords}
+
+
+def _twin(
+    library: torch.library.Library, schema: str, kernel: Kernel, shapes: Kernel | None
 ) -> str:
-    """Define the functional form of a mutating operator and return its name.
+    """The functional form of a mutating operator; its name.
 
     It leaves its arguments alone and returns what the operator returns, then copies of what the
     operator would have mutated, in the order of the schema; for None an empty tensor.
@@ -109,10 +146,9 @@ def _nothing(*args: Any, **keywords: Any) -> None:
 
 def _mutated(schema: str) -> list[tuple[int, str]]:
     """(position or -1 for keyword-only, name) of the mutated arguments."""
-    parsed = torch._C.parse_schema(schema)
     return [
         (-1 if argument.kwarg_only else i, argument.name)
-        for i, argument in enumerate(parsed.arguments)
+        for i, argument in enumerate(Arguments(schema).schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 

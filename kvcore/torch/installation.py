@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vendor's names on a namespace of the caller's: a stand-in for torch_npu.
+
+There is one installation at a time, since the operators are registered with torch as well, under
+``torch.ops.npu``, ``atb``, ``custom`` and ``_C_ascend``, and these are the process's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvcore import soc as _soc
+from kvcore.errors import KVCoreError, ParamInvalidError, fail
+from kvcore.torch import formats, vendor
+from kvcore.torch.device_alias import DeviceAlias
+from kvcore.torch.record import Recorder, make_recorder
+from kvcore.torch.schemas import Arguments, register, register_alias
+from kvcore.torch.streams import Streams, deliver, make_namespace
+from kvcore.torch.swap import swap_blocks_batch
+from kvcore.torch.vendor import Vendor
+
+if TYPE_CHECKING:
+    from kvcore.runtime import Device
+
+__all__ = ["Installation", "active", "install"]
+
+NAMESPACES = ("npu", "atb", "custom", "_C_ascend")
+SWAP = "swap_blocks_batch(Tensor x, Tensor y, Tensor z, int direction) -> ()"
+#: Names that compute as well as move, which this library leaves to others.
+NOT_PLANNED = ("npu_kv_rmsnorm_rope_cache", "npu_kv_rmsnorm_rope_cache_v2")
+
+_LOCK = threading.Lock()
+_active: Installation | None = None
+
+
+def active() -> Installation | None:
+    """The installation in force, or None."""
+    return _active
+
+
+class Installation:
+    """What ``install`` did, and how to undo it.
+
+    Also a context manager that uninstalls.  soc: applied to every call.  recorder: or None.
+    """
+
+    def __init__(self, ns: Any, soc: Any, device: Device | None, recorder: Recorder | None) -> None:
+        self.ns = ns
+        self.soc = soc
+        self.recorder = recorder
+        self.streams = Streams(device)
+        self._undo = contextlib.ExitStack()
+
+    # -- calls
+
+    def perform(self, operator: Vendor, read: Arguments, args: Any, keywords: Any) -> Any:
+        """Run one call of one of the vendor's operators."""
+        try:
+            call = operator.prepare(self.soc, *args, **keywords)
+            entry = None
+            if self.recorder is not None and not self.streams.capturing:
+                given = read(args, keywords)
+                entry = self.recorder.before(operator, self.soc, given, call.plan)
+            if self.streams.in_use:
+                result = self.streams.run(call, operator.name)
+            else:
+                result = call.plan.run()
+        except KVCoreError as error:
+            told = vendor.renamed(error, operator.names)
+            if told is error:
+                raise
+            raise told from None
+        returned = deliver(call, result)
+        if entry is not None and self.recorder is not None:
+            self.recorder.after(entry, returned)
+        return returned
+
+    # -- setting up
+
+    def _register(self) -> None:
+        libraries = {}
+        for name in NAMESPACES:
+            library = libraries[name] = torch.library.Library(name, "FRAGMENT")
+            self._undo.callback(library._destroy)
+        for operator in vendor.OPERATORS:
+            library = libraries[operator.namespace]
+            kernel = functools.partial(_kernel, operator, Arguments(operator.schema))
+            if operator.aliases:
+                register_alias(library, operator.schema, kernel, operator.aliases)
+            else:
+                register(library, operator.schema, kernel, operator.shapes, twin=operator.twin)
+        register(libraries["_C_ascend"], SWAP, swap_blocks_batch, twin=False)
+
+    def _fill(self) -> None:
+        members = _members(_name_of(self.ns))
+        present = [name for name in members if name in getattr(self.ns, "__dict__", ())]
+        if present:
+            fail("ns", f"a namespace without these names ({_name_of(self.ns)})", _some(present))
+        for name, value in members.items():
+            try:
+                setattr(self.ns, name, value)
+            except (AttributeError, TypeError):
+                fail("ns", "an object that takes attributes, as a module", _name_of(self.ns))
+            self._undo.callback(_take_back, self.ns, name, value)
+
+    # -- undoing
+
+    def uninstall(self) -> None:
+        """Take everything back; a second time does nothing.
+
+        Raises what the device of ``ns.npu`` has not told yet (races, failures), after all else
+        was done.
+        """
+        self._leave(None, None, None)
+
+    def _leave(self, kind: Any, error: Any, trace: Any) -> None:
+        global _active
+        with _LOCK:
+            if _active is not self:
+                return
+            _active = None
+            try:
+                self._undo.close()
+            finally:
+                if self.recorder is not None:
+                    self.recorder.close()
+        self.streams.close(kind, error, trace)
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        self._leave(kind, error, trace)
+
+    def __repr__(self) -> str:
+        state = "" if _active is self else ", uninstalled"
+        return f"<kvcore.torch installation on {_name_of(self.ns)}{state}>"
+
+
+def install(
+    ns: Any,
+    soc: Any = None,
+    device: Device | None = None,
+    record: Any = None,
+    device_alias: bool = False,
+) -> Installation:
+    """Put the vendor's operators on ``ns`` and under torch.ops, as torch_npu has them.
+
+    ns:     an object that takes attributes, such as ``types.ModuleType("torch_npu")``.
+    soc:    "A2", "A3" or "950": apply that hardware's documented limits to every call.
+    device: an open ``kvcore.Device`` whose streams ``ns.npu`` hands out; None opens one when
+            ``ns.npu`` is first used.
+    record: a path, or a ``Recording``: keep calls in a file for ``verify``.
+    device_alias: read ``device="npu"`` in torch's functions as "cpu", in this thread.
+
+    Returns a handle: ``uninstall()``, or use it in a ``with`` block.  ParamInvalidError when
+    torch_npu is loaded, kvcore is installed already, or one of the names is taken.
+    """
+    global _active
+    found = _soc.resolve(soc)
+    if not isinstance(device_alias, bool):
+        fail("device_alias", "True or False", repr(device_alias))
+    if device is not None and not hasattr(device, "default_stream"):
+        fail("device", "an open kvcore.Device or None", type(device).__name__)
+    recorder = make_recorder(record)
+    with _LOCK:
+        _check_free(ns)
+        made = Installation(ns, found, device, recorder)
+        try:
+            made._register()
+            made._fill()
+            if device_alias:
+                made._undo.enter_context(DeviceAlias())
+        except BaseException:
+            made._undo.close()
+            raise
+        _active = made
+    return made
+
+
+def _kernel(operator: Vendor, read: Arguments, *args: Any, **keywords: Any) -> Any:
+    if _active is None:
+        raise ParamInvalidError(
+            f"{operator.name}: expected an installed namespace, got one that was uninstalled",
+            argument=operator.name,
+        )
+    return _active.perform(operator, read, args, keywords)
+
+
+# ---------------------------------------------------------------- what is on a namespace
+def _members(name: str) -> dict[str, Any]:
+    members: dict[str, Any] = {}
+    for operator in vendor.OPERATORS:
+        space = getattr(torch.ops, operator.namespace)
+        for found in (operator.name, f"{operator.name}_functional")[: 1 + operator.twin]:
+            members[found] = getattr(space, found)
+    atb = types.ModuleType(f"{name}.atb", "The operators of torch.ops.atb.")
+    for operator in vendor.OPERATORS:
+        if operator.namespace == "atb":
+            setattr(atb, operator.name, members[operator.name])
+    members["atb"] = atb
+    members["npu"] = make_namespace(f"{name}.npu")
+    members["npu_format_cast"] = formats.npu_format_cast
+    members["get_npu_format"] = formats.get_npu_format
+    members["Format"] = formats.Format
+    members["empty_with_swapped_memory"] = empty_with_swapped_memory
+    for absent in NOT_PLANNED:
+        members[absent] = _not_planned(absent)
+    return members
+
+
+def empty_with_swapped_memory(size: Any, dtype: Any = None, device: Any = None) -> Tensor:
+    """Host memory that the device can read in place: here, memory like all other."""
+    if device is not None and str(device).partition(":")[0] not in ("npu", "cpu"):
+        fail("device", "'npu', 'cpu' or None", repr(device))
+    return torch.empty(tuple(size), dtype=dtype)
+
+
+def _not_planned(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **keywords: Any) -> Any:
+        raise NotImplementedError(
+            f"{name} is not planned: it computes a norm and a rotary embedding, and kvcore moves "
+            "tokens only; compute them with torch and call npu_scatter_pa_kv_cache"
+        )
+
+    refuse.__name__ = name
+    return refuse
+
+
+def _take_back(ns: Any, name: str, value: Any) -> None:
+    if getattr(ns, "__dict__", {}).get(name) is value:
+        delattr(ns, name)
+
+
+def _name_of(ns: Any) -> str:
+    return str(getattr(ns, "__name__", None) or type(ns).__name__)
+
+
+# ---------------------------------------------------------------- what may be in the way
+def _check_free(ns: Any) -> None:
+    """Raise, saying what is there, unless there is room for an installation."""
+    if _active is not None:
+        fail(
+            "ns",
+            "no installation before this one (uninstall() it first)",
+            f"kvcore.torch installed on {_name_of(_active.ns)}",
+        )
+    real = sys.modules.get("torch_npu")
+    if getattr(real, "__file__", None):
+        fail("ns", "a process without torch_npu", f"torch_npu loaded from {real.__file__}")  # type: ignore[union-attr]
+    if torch._C._get_privateuse1_backend_name() == "npu":
+        fail("ns", "a process without an 'npu' device", "a backend registered as 'npu'")
+    known = torch._C._dispatch_get_all_op_names()
+    own = {operator.name for operator in vendor.OPERATORS} | {"swap_blocks_batch"}
+    taken = sorted(
+        name
+        for name in known
+        if name.startswith("npu::")
+        or (
+            name.partition("::")[0] in NAMESPACES
+            and name.partition("::")[2].partition(".")[0] in own
+        )
+    )
+    if taken:
+        fail("ns", "names that are free under torch.ops", _some(taken))
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

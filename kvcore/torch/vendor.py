@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vendor's operators: their schemas, and what each amounts to here.
+
+Schemas are those of op-plugin (npu, atb), of cann-recipes-infer's extension (custom) and of
+vllm-ascend (_C_ascend), with one liberty: value and its cache may be None.  Each operator is a
+function from its arguments to a Call; who runs it, on which stream, and who keeps a record of it
+is the installation's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import kvcore
+from kvcore._core.plan import Plan
+from kvcore.errors import KVCoreError, ParamInvalidError, fail
+from kvcore.torch.formats import is_nz
+from kvcore.torch.library import selection_lengths
+from kvcore.torch.scatter_nd import plan_scatter_nd_update
+
+__all__ = ["OPERATORS", "Call", "Vendor", "renamed"]
+
+
+class Call(NamedTuple):
+    """One call, ready to run.
+
+    plan: what moves the bytes.  returned: what the operator returns, filled by the run.
+    into: a tensor that takes what the plan's run returns, or None.
+    """
+
+    plan: Plan
+    returned: Any = None
+    into: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Vendor:
+    """One operator of the vendor's.
+
+    namespace, schema: where and what torch.ops has.
+    prepare: (soc, *arguments of the schema) -> Call.
+    shapes:  the shape function; None where nothing is returned.
+    twin:    whether a ``_functional`` form goes with it.
+    aliases: mutated arguments that are returned as well.
+    names:   the core's argument names and the schema's, where they differ: for errors.
+    """
+
+    namespace: str
+    schema: str
+    prepare: Callable[..., Call]
+    shapes: Callable[..., Any] | None = None
+    twin: bool = False
+    aliases: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name, without an overload's."""
+        return self.schema.partition("(")[0].partition(".")[0]
+
+
+def renamed(error: KVCoreError, names: Mapping[str, str]) -> KVCoreError:
+    """The error in the words of the operator that was called."""
+    name = names.get(error.argument or "")
+    text = str(error)
+    if name is None or error.argument is None or not text.startswith(error.argument):
+        return error
+    made = type(error)(name + text[len(error.argument) :])
+    made.__dict__.update(error.__dict__, argument=name)
+    return made
+
+
+# ---------------------------------------------------------------- scatter
+def _scatter(
+    soc: Any,
+    key: Tensor,
+    value: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    slot_mapping: Tensor,
+    *,
+    compress_lens: Tensor | None = None,
+    compress_seq_offsets: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    cache_mode: str | None = "PA_NZ",
+) -> Call:
+    # op-plugin takes None for the default, which is PA_NZ, unlike aclnn's.
+    mode = "PA_NZ" if cache_mode is None else cache_mode
+    try:
+        return Call(
+            kvcore.plan_scatter_pa_kv_cache(
+                key,
+                key_cache,
+                slot_mapping,
+                value,
+                value_cache,
+                compress_lens=compress_lens,
+                compress_seq_offset=compress_seq_offsets,
+                seq_lens=seq_lens,
+                cache_mode=mode,
+                soc=soc,
+            )
+        )
+    except ParamInvalidError as error:
+        if mode == "PA_NZ" and _looks_nd(key, key_cache):
+            raise _with_hint(error) from None
+        raise
+
+
+def _looks_nd(key: Any, cache: Any) -> bool:
+    return (
+        isinstance(key, Tensor)
+        and isinstance(cache, Tensor)
+        and key.dim() == 3
+        and cache.dim() == 4
+        and key.shape[1:] == cache.shape[2:]
+    )
+
+
+def _with_hint(error: ParamInvalidError) -> ParamInvalidError:
+    made = type(error)(
+        f"{error}; this operator takes PA_NZ caches unless told otherwise: pass "
+        "cache_mode='Norm' for a cache [nb, bs, H, D]"
+    )
+    made.__dict__.update(error.__dict__)
+    return made
+
+
+def _scatter_cache(
+    soc: Any,
+    key: Tensor,
+    slot_mapping: Tensor,
+    *,
+    compress_lens: Tensor | None = None,
+    compress_seq_offsets: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    key_cache: Tensor,
+) -> Call:
+    return Call(
+        kvcore.plan_scatter_pa_cache(
+            key,
+            key_cache,
+            slot_mapping,
+            compress_lens=compress_lens,
+            compress_seq_offset=compress_seq_offsets,
+            seq_lens=seq_lens,
+            soc=soc,
+        )
+    )
+
+
+def _cache_mode(key_cache: Tensor | None, value_cache: Tensor | None) -> str:
+    """PA_NZ where the caches' memory is tagged FRACTAL_NZ."""
+    caches = [cache for cache in (key_cache, value_cache) if cache is not None]
+    tagged = [is_nz(cache) for cache in caches]
+    if len(set(tagged)) > 1:
+        fail("value_cache", "the format of key_cache", "one of them tagged FRACTAL_NZ")
+    return "PA_NZ" if tagged and tagged[0] else "Norm"
+
+
+def _reshape_and_cache(
+    soc: Any,
+    key: Tensor,
+    value: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    slot_indices: Tensor,
+) -> Call:
+    mode = _cache_mode(key_cache, value_cache)
+    return Call(
+        kvcore.plan_scatter_pa_kv_cache(
+            key, key_cache, slot_indices, value, value_cache, cache_mode=mode, soc=soc
+        )
+    )
+
+
+def _reshape_and_cache_siso(soc: Any, key: Tensor, key_cache: Tensor, slot_indices: Tensor) -> Call:
+    return _reshape_and_cache(soc, key, None, key_cache, None, slot_indices)
+
+
+def _scatter_nd_(soc: Any, self: Tensor, indices: Tensor, updates: Tensor) -> Call:
+    return Call(plan_scatter_nd_update(self, indices, updates))
+
+
+def _scatter_nd(soc: Any, self: Tensor, indices: Tensor, updates: Tensor) -> Call:
+    made = self.clone()
+    return Call(plan_scatter_nd_update(made, indices, updates), made)
+
+
+def _like_self(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    return self.clone()
+
+
+# ---------------------------------------------------------------- gather
+def _gather(
+    soc: Any,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    *,
+    seq_offset: Tensor | None = None,
+    is_seq_lens_cumsum: bool = False,
+) -> Call:
+    mode = _cache_mode(key_cache, value_cache)
+    if isinstance(key, Tensor) and key.dim() == 2:
+        mode = "PA_NZ"
+    if mode == "PA_NZ":
+        key, value = _flat_tokens(key, "key"), _flat_tokens(value, "value")
+    return Call(
+        kvcore.plan_gather_pa_kv_cache(
+            key_cache,
+            value_cache,
+            block_tables,
+            seq_lens,
+            key,
+            value,
+            seq_offset=seq_offset,
+            cache_mode=mode,
+            is_seq_lens_cumsum=is_seq_lens_cumsum,
+            soc=soc,
+        )
+    )
+
+
+def _flat_tokens(out: Any, name: str) -> Any:
+    """[tokens, H, D] as [tokens, H*D] on the same memory."""
+    if not isinstance(out, Tensor) or out.dim() != 3:
+        return out
+    tokens, heads, size = out.shape
+    try:
+        return out.view(tokens, heads * size)
+    except RuntimeError:
+        fail(name, "tokens of one piece each (PA_NZ)", f"strides {tuple(out.stride())}")
+
+
+def _load_into(
+    soc: Any,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    *,
+    seq_starts: Tensor | None = None,
+    cumsum: bool = False,
+    key: Tensor,
+    value: Tensor,
+) -> Call:
+    return _gather(
+        soc,
+        key_cache,
+        value_cache,
+        block_table,
+        context_lens,
+        key,
+        value,
+        seq_offset=seq_starts,
+        is_seq_lens_cumsum=cumsum,
+    )
+
+
+def _load(
+    soc: Any,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    *,
+    seq_starts: Tensor | None = None,
+    cumsum: bool = False,
+) -> Call:
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    if _cache_mode(key_cache, value_cache) == "PA_NZ":
+        fail("key_cache", "an ND cache, or key= and value= to load FRACTAL_NZ into", "FRACTAL_NZ")
+    for name, cache in caches.items():
+        if cache.dim() != 4:
+            fail(name, "shape [nb, bs, H, D]", list(cache.shape))
+    tokens = _num_tokens(context_lens, cumsum)
+    key, value = (c.new_empty((tokens, c.shape[2], c.shape[3])) for c in caches.values())
+    call = _load_into(
+        soc,
+        key_cache,
+        value_cache,
+        block_table,
+        context_lens,
+        seq_starts=seq_starts,
+        cumsum=cumsum,
+        key=key,
+        value=value,
+    )
+    return call._replace(returned=(key, value))
+
+
+def _num_tokens(context_lens: Tensor, cumsum: bool) -> int:
+    """Tokens of all requests; what is wrong with the lengths is for the operator to say."""
+    if context_lens.numel() == 0 or context_lens.dtype not in (torch.int32, torch.int64):
+        return 0
+    lengths = context_lens.flatten()
+    return max(int(lengths[-1] if cumsum else lengths.sum()), 0)
+
+
+def _load_shapes(
+    key_cache: Tensor, value_cache: Tensor, *rest: Any, **keywords: Any
+) -> tuple[Tensor, Tensor]:
+    tokens = torch.library.get_ctx().new_dynamic_size()
+    return (
+        key_cache.new_empty((tokens, key_cache.shape[2], key_cache.shape[3])),
+        value_cache.new_empty((tokens, value_cache.shape[2], value_cache.shape[3])),
+    )
+
+
+# ---------------------------------------------------------------- selection
+def _select(soc: Any, *arrays: Tensor, selection_topk_block_size: int = 64) -> Call:
+    table, topk, q_lens = arrays[2], arrays[4], arrays[9]
+    plan = kvcore.plan_gather_selection_kv_cache(
+        *arrays,
+        selection_topk_block_size=selection_topk_block_size,
+        q_lens_cumulative=_are_totals(q_lens, topk),
+        soc=soc,
+    )
+    lengths = table.new_empty((table.shape[0],), dtype=torch.int32)
+    return Call(plan, lengths, lengths)
+
+
+def _are_totals(q_lens: Any, topk: Any) -> bool:
+    """Whether query lengths are running totals.
+
+    Clients pass either.  They are totals when one exceeds S, which no length may, and they rise
+    from 0 in steps of 0 to S, which lengths that broke the rule would hardly do.
+    """
+    if not isinstance(q_lens, Tensor) or not isinstance(topk, Tensor) or not q_lens.numel():
+        return False
+    if q_lens.dim() != 1 or topk.dim() not in (3, 4):
+        return False
+    steps = topk.shape[1] if topk.dim() == 4 else topk.shape[0] // len(q_lens)
+    totals: list[int] = q_lens.tolist()
+    rises = [b - a for a, b in zip([0, *totals[:-1]], totals, strict=True)]
+    return max(totals) > steps and all(0 <= rise <= steps for rise in rises)
+
+
+_COMPRESS = "Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, Tensor? seq_lens=None"
+_SELECTION = (
+    "Tensor(a!) selection_k_rope, Tensor(b!) selection_kv_cache, "
+    "Tensor(c!) selection_kv_block_table, Tensor(d!) selection_kv_block_status, "
+    "Tensor selection_topk_indices, Tensor full_k_rope, Tensor full_kv_cache, "
+    "Tensor full_kv_block_table, Tensor full_kv_actual_seq, Tensor full_q_actual_seq, *, "
+    "int selection_topk_block_size=64"
+)
+_LOAD = (
+    "Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor context_lens, *, "
+    "Tensor? seq_starts=None, bool cumsum=False"
+)
+_OFFSETS = {"compress_seq_offset": "compress_seq_offsets"}
+_SLOTS = {"slot_mapping": "slot_indices"}
+_CONTEXT = {
+    "block_tables": "block_table",
+    "seq_lens": "context_lens",
+    "seq_offset": "seq_starts",
+    "is_seq_lens_cumsum": "cumsum",
+}
+
+OPERATORS: tuple[Vendor, ...] = (
+    Vendor(
+        "npu",
+        "npu_scatter_pa_kv_cache(Tensor key, Tensor? value, Tensor(a!) key_cache, "
+        f"Tensor(b!)? value_cache, Tensor slot_mapping, *, {_COMPRESS}, "
+        "str? cache_mode='PA_NZ') -> ()",
+        _scatter,
+        twin=True,
+        names=_OFFSETS,
+    ),
+    Vendor(
+        "npu",
+        f"npu_scatter_pa_cache.value(Tensor key, Tensor slot_mapping, *, {_COMPRESS}, "
+        "Tensor(a!) key_cache) -> Tensor(a!)",
+        _scatter_cache,
+        aliases=("key_cache",),
+        names=_OFFSETS,
+    ),
+    Vendor(
+        "npu",
+        "npu_gather_pa_kv_cache(Tensor key_cache, Tensor? value_cache, Tensor block_tables, "
+        "Tensor seq_lens, Tensor(a!) key, Tensor(b!)? value, *, Tensor? seq_offset=None, "
+        "bool is_seq_lens_cumsum=False) -> ()",
+        _gather,
+        twin=True,
+    ),
+    Vendor(
+        "npu",
+        "npu_scatter_nd_update_(Tensor(a!) self, Tensor indices, Tensor updates) -> Tensor(a!)",
+        _scatter_nd_,
+        aliases=("self",),
+    ),
+    Vendor(
+        "npu",
+        "npu_scatter_nd_update(Tensor self, Tensor indices, Tensor updates) -> Tensor",
+        _scatter_nd,
+        _like_self,
+    ),
+    Vendor(
+        "atb",
+        "_npu_reshape_and_cache(Tensor key, Tensor? value, Tensor(a!) key_cache, "
+        "Tensor(b!)? value_cache, Tensor slot_indices) -> ()",
+        _reshape_and_cache,
+        names=_SLOTS,
+    ),
+    Vendor(
+        "atb",
+        "_npu_reshape_and_cache_siso(Tensor key, Tensor(a!) key_cache, Tensor slot_indices) -> ()",
+        _reshape_and_cache_siso,
+        names=_SLOTS,
+    ),
+    Vendor(
+        "atb",
+        f"npu_paged_cache_load({_LOAD}) -> (Tensor, Tensor)",
+        _load,
+        _load_shapes,
+        names=_CONTEXT,
+    ),
+    Vendor(
+        "atb",
+        f"npu_paged_cache_load.out({_LOAD}, Tensor(a!) key, Tensor(b!) value) "
+        "-> (Tensor(a!), Tensor(b!))",
+        _load_into,
+        aliases=("key", "value"),
+        names=_CONTEXT,
+    ),
+    Vendor(
+        "custom",
+        f"npu_gather_selection_kv_cache({_SELECTION}) -> Tensor",
+        _select,
+        selection_lengths,
+        twin=True,
+    ),
+)
