@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The race check: happens-before by vector clocks, exact byte ranges.
 
-Every stream is a lane and counts its launches and waits; the host is lane 0 and counts its own
+Every stream is a lane and counts its launches; the host is lane 0 and counts its own
 accesses.  Order is known at launch, since everything that orders work is a call of the host:
 
 * an operation comes after what its lane's vector has reached;
@@ -87,13 +87,12 @@ class Race:
 
 
 class _Lane:
-    __slots__ = ("count", "host_version", "last", "name", "vector")
+    __slots__ = ("count", "host_version", "name", "vector")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.vector = Vector()
         self.count = 0
-        self.last = 0  # the count of the last launch
         self.host_version = 0
 
 
@@ -168,7 +167,7 @@ class RaceCheck:
         if lane.host_version != self._host_version:
             self._refresh(lane)
         lane.count += 1
-        lane.last = note.count = lane.count
+        note.count = lane.count
         note.lane = index
         note.vector = lane.vector
         note.host = self._host_count
@@ -187,8 +186,6 @@ class RaceCheck:
         lane = self._lanes[index]
         self._refresh(lane)
         if not lane.vector.reached(stamp.vector, stamp.lane, stamp.count):
-            # A wait counts, so that who has reached this count has reached the join as well.
-            lane.count += 1
             lane.vector = lane.vector.join(stamp.vector, stamp.lane, stamp.count)
 
     def host_joined(self, stamp: Stamp) -> None:
@@ -203,7 +200,7 @@ class RaceCheck:
 
     def _host_knows_all(self) -> bool:
         vector = self._host_vector
-        return all(vector[index] >= lane.last for index, lane in self._lanes.items())
+        return all(vector[index] >= lane.count for index, lane in self._lanes.items())
 
     def _forget(self) -> None:
         self._shadow.reset()

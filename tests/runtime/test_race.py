@@ -332,6 +332,31 @@ def test_the_host_orders_what_it_waited_for() -> None:
         buffer.numpy()
 
 
+@pytest.mark.parametrize("how", ["stream", "event", "query", "device"])
+def test_the_host_orders_while_others_are_busy(how: str) -> None:
+    """What a host knows is passed on to every launch, whatever else is under way."""
+    with device(race_check="raise") as dev:
+        a, b, busy = dev.stream(), dev.stream(), dev.stream()
+        buffer = dev.empty(64)
+        b.compute(1)
+        gate = Gate(busy)
+        a.fill(buffer, 1)
+        if how == "stream":
+            a.synchronize_blocking()
+        elif how == "event":
+            a.record_event().synchronize_blocking()
+        elif how == "query":
+            while not a.query():
+                pass
+        else:
+            gate.open()
+            dev.synchronize_blocking()
+        b.fill(buffer, 2)
+        b.synchronize_blocking()
+        buffer.numpy()
+        gate.open()
+
+
 def test_waiting_for_one_stream_does_not_order_another() -> None:
     with device(race_check="record") as dev:
         a, b, c = dev.stream("a"), dev.stream("b"), dev.stream("c")
@@ -445,6 +470,7 @@ async def test_failed_and_skipped_work_touches_nothing(clock: str) -> None:
         b.fill(buffer, 2)
         with pytest.raises(kvcore.StreamError):
             await dev.synchronize()
+        assert not dev._race._in_flight
 
 
 async def test_tasks_share_one_host(clock: str) -> None:
