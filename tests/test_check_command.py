@@ -228,6 +228,29 @@ def test_gather_pa_kv_cache(cumsum: str, lengths: int, capsys: pytest.CaptureFix
     assert answer["calls"][0]["runs"]["950"] is None
 
 
+@pytest.mark.parametrize(
+    ("topk", "block", "a3"),
+    [(2, 64, None), (33, 64, "selection_topk_block_size: expected 1 with a top-k above 32 on A3")],
+)
+def test_gather_selection_kv_cache(
+    topk: int, block: int, a3: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "selection_k_rope=64,128,64:float16 selection_kv_cache=64,128,512:float16 "
+        f"selection_kv_block_table=2,32:int32 selection_kv_block_status=2,1,1,{topk + 1}:int32 "
+        f"selection_topk_indices=2,1,1,{topk}:int32 full_k_rope=9,128,64:float16 "
+        "full_kv_cache=9,128,512:float16 full_kv_block_table=2,4:int32 "
+        f"full_kv_actual_seq=2:int32 full_q_actual_seq=2:int32 selection_topk_block_size={block}"
+    )
+    code, answer = shown(capsys, words, "--operator", "gather_selection_kv_cache")
+    (call,) = answer["calls"]
+    assert code == 1
+    assert call["error"] is None
+    assert call["runs"]["950"].startswith("soc: expected 'A3' or 'A2'")
+    reason = call["runs"]["A3"]
+    assert reason is None if a3 is None else reason.startswith(a3)
+
+
 def test_the_command_knows_every_operator() -> None:
     assert tuple(QUESTIONS) == OPERATORS
     assert set(QUESTIONS) <= set(MARKS)

@@ -313,7 +313,7 @@ def _fault(
 SELECT = Operator("gather_selection_kv_cache", ARGUMENTS, _resolve)
 
 
-def _params(block: Any, cumulative: Any, dtype: Any, stats: Any) -> tuple[int, bool, Any]:
+def params_of(block: Any, cumulative: Any, dtype: Any, stats: Any) -> tuple[int, bool, Any]:
     if stats is not None and not isinstance(stats, dict):
         checks.fail("stats", "a dict to fill, or None", type(stats).__name__)
     if isinstance(block, bool) or not hasattr(block, "__index__"):
@@ -394,7 +394,7 @@ def gather_selection_kv_cache(
             full_kv_actual_seq,
             full_q_actual_seq,
         ),
-        _params(selection_topk_block_size, q_lens_cumulative, dtype, stats),
+        params_of(selection_topk_block_size, q_lens_cumulative, dtype, stats),
         soc,
         backend,
         num_threads,
@@ -436,7 +436,7 @@ def plan_gather_selection_kv_cache(
             full_kv_actual_seq,
             full_q_actual_seq,
         ),
-        _params(selection_topk_block_size, q_lens_cumulative, dtype, stats),
+        params_of(selection_topk_block_size, q_lens_cumulative, dtype, stats),
         soc,
         backend,
         num_threads,

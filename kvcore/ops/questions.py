@@ -9,7 +9,7 @@ from typing import Any
 
 from kvcore._core.plan import Operator
 from kvcore.errors import ParamInvalidError
-from kvcore.ops import checks, gather_pa, kv_cache_update, scatter_pa
+from kvcore.ops import checks, gather_pa, gather_selection, kv_cache_update, scatter_pa
 from kvcore.ops.stand_in import info_of
 from kvcore.soc import PROFILES
 
@@ -91,6 +91,11 @@ def _gather_pa_params(words: Words) -> tuple[Any, ...]:
     return words["cache_mode"], cumsum, words["dtype"], words["value_dtype"]
 
 
+def _selection_params(words: Words) -> tuple[Any, ...]:
+    block, cumulative = words["selection_topk_block_size"], words["q_lens_cumulative"]
+    return gather_selection.params_of(block, cumulative, words["dtype"], None)
+
+
 #: By the operator's name.
 QUESTIONS: dict[str, Question] = {
     "scatter_pa_kv_cache": Question(
@@ -126,5 +131,11 @@ QUESTIONS: dict[str, Question] = {
         gather_pa.ARGUMENTS,
         {"cache_mode": "Norm", "is_seq_lens_cumsum": False, "dtype": None, "value_dtype": None},
         _gather_pa_params,
+    ),
+    "gather_selection_kv_cache": Question(
+        gather_selection.SELECT,
+        gather_selection.ARGUMENTS,
+        {"selection_topk_block_size": 64, "q_lens_cumulative": False, "dtype": None},
+        _selection_params,
     ),
 }

@@ -23,6 +23,7 @@ OPERATORS = (
     "scatter_pa_cache",
     "kv_cache_update",
     "gather_pa_kv_cache",
+    "gather_selection_kv_cache",
 )
 SOCS = ("A2", "A3", "950")
 
