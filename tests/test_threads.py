@@ -322,14 +322,9 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, count: int 
     assert kvcore.get_num_threads() == 7
 
 
-@pytest.mark.parametrize(
-    "text", ["0", "-1", "1025", "many", "2.5", "0x2", "1e1", "9" * 5000, "\ud800"]
-)
+@pytest.mark.parametrize("text", ["0", "-1", "1025", "many", "2.5", "0x2", "1e1", "9" * 5000])
 def test_nonsense_in_the_environment(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    try:
-        monkeypatch.setenv("KVCORE_NUM_THREADS", text)
-    except UnicodeEncodeError:
-        pytest.skip("no such variable can be set here")
+    monkeypatch.setenv("KVCORE_NUM_THREADS", text)
     given = call("norm", np.array([1, 2]), np.random.default_rng(0))
     for attempt in (
         kvcore.get_num_threads,
