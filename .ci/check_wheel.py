@@ -9,13 +9,15 @@ from pathlib import Path
 
 SOURCES = {".pyx", ".pxd", ".h", ".c"}
 GENERATED = {".so", ".pyc"}
+# The pytest plugin stands beside the package (pyproject.toml, py-modules).
+MODULES = {"_kvcore_pytest.py"}
 
 
 def main(wheel: str) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     kept = [p for p in Path("kvcore").rglob("*") if p.is_file() and p.suffix not in GENERATED]
-    wanted = {str(path) for path in kept if path.suffix not in SOURCES}
+    wanted = {str(path) for path in kept if path.suffix not in SOURCES} | MODULES
     compiled = {str(path.with_suffix("")) for path in kept if path.suffix == ".pyx"}
     modules = {name for name in names if name.endswith(".so")}
     built = {name.partition(".")[0] for name in modules} - {"kvcore/_cython_shared"}

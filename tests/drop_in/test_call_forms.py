@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import kvcore
-from landed import need
 from tensors import WITHOUT_TORCH
 
 torch = pytest.importorskip("torch", reason=WITHOUT_TORCH)
@@ -530,7 +529,6 @@ def clones(given: dict[str, Any]) -> dict[str, Any]:
 def test_query_lengths_are_lengths_or_totals(
     torch_npu: Any, tnd: bool, q_lens: list[int], totals: bool
 ) -> None:
-    need("gather_selection_kv_cache")
     given = selection(3, 2, q_lens, tnd)
     own = clones(given)
     lengths = torch_npu.npu_gather_selection_kv_cache(**given)
@@ -541,13 +539,11 @@ def test_query_lengths_are_lengths_or_totals(
 
 @pytest.mark.parametrize("q_lens", [[3, 1, 1], [3, 5, 4], [2, 4, 7], [-1, 1, 3]])
 def test_query_lengths_that_are_neither(torch_npu: Any, q_lens: list[int]) -> None:
-    need("gather_selection_kv_cache")
     with pytest.raises(kvcore.ParamInvalidError, match=r"^full_q_actual_seq"):
         torch_npu.npu_gather_selection_kv_cache(**selection(3, 2, q_lens, False))
 
 
 def test_selection_positional_and_functional(torch_npu: Any) -> None:
-    need("gather_selection_kv_cache")
     given = selection(2, 1, [1, 1], False)
     del given["selection_topk_block_size"]
     values = list(clones(given).values())
@@ -560,7 +556,6 @@ def test_selection_positional_and_functional(torch_npu: Any) -> None:
 
 
 def test_selection_without_rope(torch_npu: Any) -> None:
-    need("gather_selection_kv_cache")
     given = selection(2, 1, [1, 1], False)
     for name in ("selection_k_rope", "full_k_rope"):
         given[name] = torch.empty(0).half()

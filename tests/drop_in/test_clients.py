@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from landed import need
 from tensors import WITHOUT_TORCH
 
 torch = pytest.importorskip("torch", reason=WITHOUT_TORCH)
@@ -270,7 +269,6 @@ def test_caches_that_are_cast_to_nz(torch_npu: Any) -> None:
 # ---------------------------------------------------------------- cann-recipes-infer
 def test_sparse_offload_step_by_step(torch_npu: Any) -> None:
     """The full cache is swapped memory; each step selects again and keeps what it has."""
-    need("gather_selection_kv_cache")
     batch, topk, page, latent, rope = 2, 8, 16, 512, 64
     full = torch_npu.empty_with_swapped_memory(
         (16, page, 1, latent), dtype=torch.bfloat16, device="npu"

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import kvcore
 import strategies
 from cases import Case, check_matches_oracle
-from landed import need
 from tensors import WITHOUT_TORCH, raw_types, tensors
 
 torch = pytest.importorskip("torch", reason=WITHOUT_TORCH)
@@ -54,7 +53,6 @@ def test_scatter_matches_the_oracle(scenario: int, data: st.DataObject) -> None:
     ["scatter_pa_cache", "kv_cache_update", "gather_pa_kv_cache", "gather_selection_kv_cache"],
 )
 def test_the_others_match_the_oracle(operator: str, data: st.DataObject) -> None:
-    need(operator)
     strategy = {
         "scatter_pa_cache": strategies.scatter_pa_cache_cases,
         "kv_cache_update": strategies.kv_cache_update_cases,
@@ -133,7 +131,6 @@ def test_every_operator_has_a_sample() -> None:
 @pytest.mark.parametrize("name", kvcore.torch.OPERATORS)
 def test_opcheck(name: str) -> None:
     plain = name.removesuffix("_functional")
-    need(plain)
     arguments, keywords = samples()[plain]
     torch.library.opcheck(getattr(OPS, name).default, arguments, keywords)
 
@@ -153,7 +150,6 @@ def test_opcheck_key_only(name: str, twin: str) -> None:
 
 @pytest.mark.parametrize("name", list(samples()))
 def test_the_functional_form_returns_what_the_other_writes(name: str) -> None:
-    need(name)
     arguments, keywords = samples()[name]
     own = [a.clone() for a in arguments]
     returned = getattr(OPS, f"{name}_functional")(*own, **keywords)
@@ -251,7 +247,6 @@ def test_the_default_compiler() -> None:
 
 
 def test_compiled_selection() -> None:
-    need("gather_selection_kv_cache")
 
     def chosen(*arguments: Any) -> Any:
         lengths = OPS.gather_selection_kv_cache(*arguments, selection_topk_block_size=1)

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcore
-from landed import need
 from tensors import WITHOUT_TORCH
 
 torch = pytest.importorskip("torch", reason=WITHOUT_TORCH)
@@ -35,26 +34,20 @@ def recording(path: Any) -> Iterator[tuple[Any, Any]]:
         yield ns, handle.recorder
 
 
-def call_all(selection: bool) -> int:
+def call_all() -> int:
     """Every operator once, by torch.ops; how many calls that are recorded."""
     made = 0
     for name, (arguments, keywords) in samples().items():
-        if "selection" in name and not selection:
-            continue
         space, operator, overload = name.split(".")
         getattr(getattr(getattr(torch.ops, space), operator), overload)(*arguments, **keywords)
         made += 1
     return made
 
 
-def has_selection() -> bool:
-    return hasattr(kvcore, "gather_selection_kv_cache")
-
-
 def recorded(tmp_path: Path) -> Path:
     """A file with a call of each operator."""
     with recording(tmp_path / "calls.kvrec") as (_, recorder):
-        made = call_all(has_selection())
+        made = call_all()
         assert (recorder.calls, recorder.dropped) == (made, 0)
         return Path(recorder.path)
 
@@ -340,4 +333,3 @@ def test_every_operator_but_swaps_is_recorded() -> None:
     own = {o.schema.partition("(")[0] for o in vendor.OPERATORS}
     twins = {f"{o.name}_functional" for o in vendor.OPERATORS if o.twin}
     assert own | twins == known
-    need("gather_selection_kv_cache")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import kvcore
-from landed import need
 from tensors import WITHOUT_TORCH
 
 torch = pytest.importorskip("torch", reason=WITHOUT_TORCH)
@@ -218,7 +217,6 @@ def test_a_captured_stream_records_calls() -> None:
 
 
 def test_captured_lengths_are_there_after_a_replay() -> None:
-    need("gather_selection_kv_cache")
     ns = types.ModuleType("torch_npu")
     with kvcore.Device() as device, kvcore.torch.install(ns, device=device):
         stream = ns.npu.Stream()

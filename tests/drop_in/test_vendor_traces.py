@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import kvcore
-from landed import need
 from tensors import WITHOUT_TORCH
 
 torch = pytest.importorskip("torch", reason=WITHOUT_TORCH)
@@ -67,8 +66,6 @@ def samples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", list(samples()))
 def test_opcheck(torch_npu: Any, name: str) -> None:
-    if "selection" in name:
-        need("gather_selection_kv_cache")
     space, operator, overload = name.split(".")
     arguments, keywords = samples()[name]
     found = getattr(getattr(getattr(torch.ops, space), operator), overload)

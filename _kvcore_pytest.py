@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvcore's pytest plugin: tests that know the hardware.
+
+    @pytest.mark.kvcore                 # repeated per SoC, run under the race check
+    @pytest.mark.kvcore("A2", "A3")     # of the SoCs asked for, only these
+
+pytest loads this module in every environment that has kvcore, so it stands beside the package and
+imports nothing of it before a test asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+ENVIRONMENT = "KVCORE_SOC"
+SOCS = ("A2", "A3", "950")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--kvcore-soc and --kvcore-races."""
+    group = parser.getgroup("kvcore")
+    group.addoption(
+        "--kvcore-soc",
+        metavar="NAMES",
+        help="repeat tests marked kvcore under each of these SoCs' documented limits, "
+        f"as in --kvcore-soc={','.join(SOCS)}",
+    )
+    group.addoption(
+        "--kvcore-races",
+        action="store_true",
+        help="run tests marked kvcore with the runtime's race check: a race fails the test",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The marker, and a wrong SoC told before anything is collected."""
+    config.addinivalue_line(
+        "markers",
+        "kvcore(*socs): repeat per SoC of --kvcore-soc (with names: of these only), and run "
+        "under the race check with --kvcore-races",
+    )
+    _asked(config)
+
+
+def _asked(config: pytest.Config) -> list[str]:
+    """The SoCs of the option, each once."""
+    text = config.getoption("--kvcore-soc")
+    if text is None:
+        return []
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    return _known(names, "--kvcore-soc")
+
+
+def _known(names: list[Any], where: str) -> list[str]:
+    for name in names:
+        if name not in SOCS:
+            raise pytest.UsageError(
+                f"{where}: expected names among {', '.join(SOCS)}, got {name!r}"
+            )
+    return names
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Repeat marked tests."""
+    mark = metafunc.definition.get_closest_marker("kvcore")
+    if mark is None:
+        return
+    own = _known(list(mark.args), f"{metafunc.definition.nodeid}: pytest.mark.kvcore")
+    socs = [name for name in _asked(metafunc.config) if not own or name in own]
+    if metafunc.config.getoption("--kvcore-soc") is None:
+        return
+    if "kvcore_soc" not in metafunc.fixturenames:
+        metafunc.fixturenames.insert(0, "kvcore_soc")
+    metafunc.parametrize("kvcore_soc", socs, indirect=True)
+
+
+@pytest.fixture
+def kvcore_soc(request: pytest.FixtureRequest) -> str | None:
+    """The SoC whose limits hold in this test ("A2", "A3", "950"), or None."""
+    name: str | None = getattr(request, "param", None) or os.environ.get(ENVIRONMENT)
+    return name or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """Hold a marked test, fixtures included, to its SoC, and its devices to the race check."""
+    if item.get_closest_marker("kvcore") is None:
+        return (yield)
+    with contextlib.ExitStack() as stack:
+        call = getattr(item, "callspec", None)
+        soc = None if call is None else call.params.get("kvcore_soc")
+        if isinstance(soc, str):  # else none of the SoCs asked for is one of the mark's
+            stack.enter_context(_environment(soc))
+        if item.config.getoption("--kvcore-races"):
+            stack.enter_context(_race_check())
+        return (yield)
+
+
+@contextlib.contextmanager
+def _environment(soc: str) -> Iterator[None]:
+    """Set the SoC for the process, so that tasks and threads of the test have it too."""
+    before = os.environ.get(ENVIRONMENT)
+    os.environ[ENVIRONMENT] = soc
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ENVIRONMENT]
+        else:
+            os.environ[ENVIRONMENT] = before
+
+
+@contextlib.contextmanager
+def _race_check() -> Iterator[None]:
+    """Make devices check for races unless they are told otherwise."""
+    from kvcore.runtime import Device
+
+    defaults: dict[str, Any] = Device.__init__.__kwdefaults__ or {}
+    before = defaults["race_check"]
+    defaults["race_check"] = "raise"
+    try:
+        yield
+    finally:
+        defaults["race_check"] = before
+
+
+@pytest.fixture
+def kvcore_namespace(kvcore_soc: str | None) -> Iterator[Any]:
+    """A namespace with torch_npu's KV-cache operators and streams; skips without torch.
+
+    What its device has not told by the end of the test (races, failures) is an error then.
+    """
+    pytest.importorskip("torch", reason="torch is not installed")
+    import types
+
+    import kvcore.torch
+
+    with kvcore.torch.install(types.ModuleType("torch_npu"), soc=kvcore_soc) as handle:
+        yield handle.ns
+
+
+@pytest.fixture
+def assert_kv_equal() -> Callable[..., None]:
+    """kvcore.testing.assert_kv_equal."""
+    from kvcore.testing import assert_kv_equal
+
+    return assert_kv_equal
