@@ -22,7 +22,6 @@ from cases import (
     check_refused,
     check_rows_hold_their_tokens,
 )
-from landed import need
 from strategies_selection import SelectionSequence
 
 threads = st.sampled_from([None, 1, 2, 3])
@@ -47,62 +46,52 @@ def check(case: Case, num_threads: int | None, planned: bool) -> None:
 def test_scatter(
     scenario: int, data: st.DataObject, num_threads: int | None, planned: bool
 ) -> None:
-    need("scatter_pa_kv_cache", scenario)
     check(data.draw(strategies.scatter_cases(scenarios=(scenario,))), num_threads, planned)
 
 
 @pytest.mark.parametrize("scenario", range(1, 8))
 @given(st.data())
 def test_scatter_refuses(scenario: int, data: st.DataObject) -> None:
-    need("scatter_pa_kv_cache", scenario)
     check_refused(data.draw(strategies.illegal_scatter_cases(scenarios=(scenario,))))
 
 
 @given(strategies.scatter_pa_cache_cases(), threads)
 def test_scatter_pa_cache(case: Case, num_threads: int | None) -> None:
-    need("scatter_pa_cache")
     check(case, num_threads, planned=False)
 
 
 @given(strategies.illegal_scatter_pa_cache_cases())
 def test_scatter_pa_cache_refuses(illegal: IllegalCase) -> None:
-    need("scatter_pa_cache")
     check_refused(illegal)
 
 
 @given(strategies.kv_cache_update_cases(), threads, st.booleans())
 def test_kv_cache_update(case: Case, num_threads: int | None, planned: bool) -> None:
-    need("kv_cache_update")
     check(case, num_threads, planned)
 
 
 @given(strategies.illegal_kv_cache_update_cases())
 def test_kv_cache_update_refuses(illegal: IllegalCase) -> None:
-    need("kv_cache_update")
     check_refused(illegal)
 
 
 @given(strategies.gather_pa_cases(), threads, st.booleans())
 def test_gather_pa(case: Case, num_threads: int | None, planned: bool) -> None:
-    need("gather_pa_kv_cache")
     check(case, num_threads, planned)
 
 
 @given(strategies.illegal_gather_pa_cases())
 def test_gather_pa_refuses(illegal: IllegalCase) -> None:
-    need("gather_pa_kv_cache")
     check_refused(illegal)
 
 
 @given(strategies.gather_selection_cases(), threads, st.booleans())
 def test_gather_selection(case: Case, num_threads: int | None, planned: bool) -> None:
-    need("gather_selection_kv_cache")
     check(case, num_threads, planned)
 
 
 @given(strategies.illegal_gather_selection_cases())
 def test_gather_selection_refuses(illegal: IllegalCase) -> None:
-    need("gather_selection_kv_cache")
     check_refused(illegal)
 
 
@@ -110,7 +99,6 @@ def test_gather_selection_refuses(illegal: IllegalCase) -> None:
 def test_gather_selection_step_by_step(
     sequence: SelectionSequence, num_threads: int | None
 ) -> None:
-    need("gather_selection_kv_cache")
     for case in sequence.steps():
         check(case, num_threads, planned=False)
         check_rows_hold_their_tokens(case)
@@ -119,7 +107,6 @@ def test_gather_selection_step_by_step(
 @given(strategies.selection_sequences(), threads)
 def test_gather_selection_plan_again(sequence: SelectionSequence, num_threads: int | None) -> None:
     """One plan serves every step: it reads the arrays' contents when it runs."""
-    need("gather_selection_kv_cache")
     plan = kvcore.plan_gather_selection_kv_cache(**sequence.arguments, num_threads=num_threads)
     for case in sequence.steps():
         check_matches_oracle(case, lambda **_: plan.run(), stats=False)
