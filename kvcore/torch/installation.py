@@ -99,6 +99,8 @@ class Installation:
             else:
                 register(library, operator.schema, kernel, operator.shapes, twin=operator.twin)
         register(libraries["_C_ascend"], SWAP, swap_blocks_batch, twin=False)
+        # Last in, so that it comes first: before the libraries go.
+        self._undo.callback(_retire)
 
     def _fill(self) -> None:
         members = _members(_name_of(self.ns))
@@ -192,12 +194,31 @@ def install(
     return made
 
 
+def _retire() -> None:
+    """Make kept operators raise: torch crashes when one whose library is gone is called."""
+    own = {"swap_blocks_batch"}
+    for operator in vendor.OPERATORS:
+        own |= {operator.name, f"{operator.name}_functional"}
+    for space in NAMESPACES:
+        for name, packet in list(vars(getattr(torch.ops, space)).items()):
+            if name not in own or not isinstance(packet, torch._ops.OpOverloadPacket):
+                continue
+            refuse = functools.partial(_refuse, name)
+            for kept in vars(packet).values():
+                if isinstance(kept, torch._ops.OpOverload):
+                    kept._op = refuse
+            packet._op = refuse
+
+
+def _refuse(name: str, *args: Any, **keywords: Any) -> Any:
+    raise ParamInvalidError(
+        f"{name}: expected an installed namespace, got one that was uninstalled", argument=name
+    )
+
+
 def _kernel(operator: Vendor, read: Arguments, *args: Any, **keywords: Any) -> Any:
     if _active is None:
-        raise ParamInvalidError(
-            f"{operator.name}: expected an installed namespace, got one that was uninstalled",
-            argument=operator.name,
-        )
+        _refuse(operator.name)
     return _active.perform(operator, read, args, keywords)
 
 

@@ -110,7 +110,7 @@ def samples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         torch.tensor([4, 8]),
         torch.tensor([1, 2]),
     )
-    gathered = torch.empty(5, HEADS, SIZE), torch.empty(5, HEADS, SIZE)
+    gathered = torch.zeros(5, HEADS, SIZE), torch.zeros(5, HEADS, SIZE)
     selection = {"selection_topk_block_size": 1}
     return {
         "scatter_pa_kv_cache": ((key, key_cache, where, value, value_cache), {}),
