@@ -273,6 +273,10 @@ class Buffer(BufferCore):
 def element_type(dtype: object) -> tuple[str, np.dtype[Any]]:
     """The public name of a type and the numpy type that carries it."""
     if isinstance(dtype, str):
+        if dtype in _RAW and dtype.startswith("float4"):
+            # Packed two a byte; numpy may know the name from a package whose type takes a byte an
+            # element.
+            return dtype, np.dtype(_RAW[dtype])
         try:
             return dtype, np.dtype(dtype)
         except TypeError:
