@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -210,7 +210,7 @@ def _retire() -> None:
             packet._op = refuse
 
 
-def _refuse(name: str, *args: Any, **keywords: Any) -> Any:
+def _refuse(name: str, *args: Any, **keywords: Any) -> NoReturn:
     raise ParamInvalidError(
         f"{name}: expected an installed namespace, got one that was uninstalled", argument=name
     )
