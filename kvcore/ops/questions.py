@@ -9,7 +9,15 @@ from typing import Any
 
 from kvcore._core.plan import Operator
 from kvcore.errors import ParamInvalidError
-from kvcore.ops import checks, gather_pa, gather_selection, kv_cache_update, scatter_pa
+from kvcore.ops import (
+    checks,
+    gather_pa,
+    gather_selection,
+    kv_cache_update,
+    scatter_case,
+    scatter_pa,
+    scatter_rules,
+)
 from kvcore.ops.stand_in import info_of
 from kvcore.soc import PROFILES
 
@@ -100,7 +108,7 @@ def _selection_params(words: Words) -> tuple[Any, ...]:
 QUESTIONS: dict[str, Question] = {
     "scatter_pa_kv_cache": Question(
         scatter_pa.SCATTER,
-        scatter_pa.ARGUMENTS,
+        scatter_case.ARGUMENTS,
         {
             "cache_mode": "Norm",
             "scatter_mode": "None",
@@ -110,14 +118,14 @@ QUESTIONS: dict[str, Question] = {
             "value_dtype": None,
         },
         _scatter_params,
-        scatter_pa.classify,
+        scatter_rules.classify,
     ),
     "scatter_pa_cache": Question(
         scatter_pa.SCATTER_KEY,
-        tuple(name for name in scatter_pa.ARGUMENTS if not name.startswith("value")),
+        tuple(name for name in scatter_case.ARGUMENTS if not name.startswith("value")),
         {"dtype": None},
         _scatter_key_params,
-        scatter_pa.classify,
+        scatter_rules.classify,
     ),
     "kv_cache_update": Question(
         kv_cache_update.UPDATE,
