@@ -8,8 +8,7 @@
  * that could be contracted into an addition (float16's denormals are scaled exactly); and
  * kv_float_begin sets the rounding mode and keeps denormals, whatever the thread had set.
  *
- * means_loops.h holds the additions and is compiled once for each instruction set.  Divisions and
- * conversions of results are compiled once: they are one row a window.
+ * means_loops.h holds the loops and is compiled once for each instruction set.
  */
 #ifndef KVCORE_MEANS_H
 #define KVCORE_MEANS_H
@@ -80,54 +79,58 @@ static inline float kv_from_bfloat16(uint16_t h) { return kv_float((uint32_t)h <
 
 static inline float kv_from_float32(uint32_t bits) { return kv_float(bits); }
 
-/* The values of all codes of the 8-bit types. kvcore.hifloat8 knows that format and brings its
-   tables here; the others follow from float16. */
-static float kv_hifloat8_values[256], kv_float8_e5m2_values[256], kv_float8_e4m3fn_values[256];
+/* float8_e5m2 is the upper half of a float16. */
+static inline float kv_from_float8_e5m2(uint8_t c) { return kv_from_float16((uint16_t)(c << 8)); }
+
+/* float8_e4m3fn's magnitude, put where float16 has its own, is 2^8 too small; exact. */
+static inline uint16_t kv_float8_e4m3fn_half(uint8_t c)
+{
+    uint32_t nan = 0u - ((c & 0x7f) == 0x7f);
+    return (uint16_t)((c & 0x80) << 8 | (c & 0x7f) << 7 | (nan & 0x7e00));
+}
+
+static inline float kv_from_float8_e4m3fn(uint8_t c)
+{
+    return kv_from_float16(kv_float8_e4m3fn_half(c)) * 0x1p8f;
+}
+
+/* kvcore.hifloat8 knows the format and brings its tables here. */
+static float kv_hifloat8_values[256];
 static uint32_t kv_hifloat8_limits[127]; /* midpoints of neighbouring magnitudes, as float bits */
 static uint8_t kv_hifloat8_codes[128];   /* the code of each magnitude, ascending               */
+static uint16_t kv_hifloat8_halves[128]; /* the upper halves of the values below 0x80: bfloat16 */
 
 static void kv_set_hifloat8(const float *values, const uint32_t *limits, const uint8_t *codes)
 {
     memcpy(kv_hifloat8_values, values, sizeof kv_hifloat8_values);
     memcpy(kv_hifloat8_limits, limits, sizeof kv_hifloat8_limits);
     memcpy(kv_hifloat8_codes, codes, sizeof kv_hifloat8_codes);
-}
-
-static void kv_fill_float8(void)
-{
-    for (int code = 0; code < 256; code++) {
-        /* e4m3's 7-bit magnitude, put where float16 has it, is 2^8 too small. */
-        float e4m3 = kv_from_float16((uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7)) * 0x1p8f;
-        kv_float8_e5m2_values[code] = kv_from_float16((uint16_t)(code << 8));
-        kv_float8_e4m3fn_values[code] = (code & 0x7f) == 0x7f ? kv_float(0x7fc00000) : e4m3;
-    }
+    for (int code = 0; code < 128; code++)
+        kv_hifloat8_halves[code] = (uint16_t)(kv_bits(values[code]) >> 16);
 }
 
 static inline float kv_from_hifloat8(uint8_t c) { return kv_hifloat8_values[c]; }
-static inline float kv_from_float8_e5m2(uint8_t c) { return kv_float8_e5m2_values[c]; }
-static inline float kv_from_float8_e4m3fn(uint8_t c) { return kv_float8_e4m3fn_values[c]; }
 
 /* -- float to stored item --------------------------------------------------------------------- */
 
 /* The magnitude's code: nearest, ties to even, with `mantissa` stored bits and the smallest normal
    exponent `least`. top: the code at which everything overflows (infinity; NaN where a type has no
-   infinity). */
+   infinity). Without branches, so that compilers vectorise it. */
 static inline uint32_t kv_round(uint32_t bits, int mantissa, int least, uint32_t top, uint32_t nan)
 {
     uint32_t magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000)
-        return nan;
     int exponent = (int)(magnitude >> 23) - 127;
+    int above = exponent > least ? exponent - least : 0;
     int shift = 23 - mantissa + (exponent < least ? least - exponent : 0);
-    if (shift > 24) /* below half of the smallest denormal */
-        return 0;
+    shift = shift < 25 ? shift : 25; /* there all is less than half of the smallest denormal */
     uint32_t significand = (magnitude & 0x7fffff) | 0x800000;
     uint32_t rest = significand & ((1u << shift) - 1), half = 1u << (shift - 1);
     uint32_t code = significand >> shift;
-    code += rest > half || (rest == half && (code & 1));
-    if (exponent > least) /* the hidden bit counts as one exponent more, and so does a carry */
-        code += (uint32_t)(exponent - least) << mantissa;
-    return code < top ? code : top;
+    code += (rest > half) | ((rest == half) & code);
+    /* The hidden bit counts as one exponent more, and so does a carry. */
+    code += (uint32_t)above << mantissa;
+    code = code < top ? code : top;
+    return magnitude > 0x7f800000 ? nan : code;
 }
 
 static inline uint16_t kv_to_float16(float value)
@@ -138,10 +141,9 @@ static inline uint16_t kv_to_float16(float value)
 
 static inline uint16_t kv_to_bfloat16(float value)
 {
-    uint32_t bits = kv_bits(value);
-    if ((bits & 0x7fffffff) > 0x7f800000)
-        return (uint16_t)(bits >> 16 | 0x40);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    uint32_t bits = kv_bits(value), nan = 0u - ((bits & 0x7fffffff) > 0x7f800000);
+    uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1); /* a NaN may wrap here */
+    return (uint16_t)(((rounded & ~nan) | ((bits | 0x400000) & nan)) >> 16);
 }
 
 static inline uint32_t kv_to_float32(float value) { return kv_bits(value); }
@@ -175,50 +177,13 @@ static inline uint8_t kv_to_hifloat8(float value)
     return kv_hifloat8_codes[below] ? (uint8_t)(kv_hifloat8_codes[below] | (bits >> 24 & 0x80)) : 0;
 }
 
-/* -- means -------------------------------------------------------------------------------------- */
-
-#define KV_MEAN_FLOAT(type, stored)                                                                \
-    static void kv_mean_##type(char *out, const float *sums, int64_t items, int64_t count)         \
-    {                                                                                              \
-        const float divisor = (float)count;                                                        \
-        for (int64_t e = 0; e < items; e++)                                                        \
-            ((stored *)out)[e] = kv_to_##type(sums[e] / divisor);                                  \
-    }
-
-/* 64 bits hold any quotient of a count that does not fit 32. */
-#define KV_MEAN_INT(type, stored, sum32)                                                           \
-    static void kv_mean_##type(char *out, const float *sums, int64_t items, int64_t count)         \
-    {                                                                                              \
-        for (int64_t e = 0; e < items; e++)                                                        \
-            ((stored *)out)[e] = (stored)((int64_t)(sum32)((const kv_sum32 *)sums)[e] / count);    \
-    }
-
-KV_MEAN_FLOAT(float16, kv_u16)
-KV_MEAN_FLOAT(bfloat16, kv_u16)
-KV_MEAN_FLOAT(float32, kv_u32)
-KV_MEAN_FLOAT(hifloat8, kv_u8)
-KV_MEAN_FLOAT(float8_e5m2, kv_u8)
-KV_MEAN_FLOAT(float8_e4m3fn, kv_u8)
-KV_MEAN_INT(int8, kv_u8, int32_t)
-KV_MEAN_INT(int16, kv_u16, int32_t)
-KV_MEAN_INT(int32, kv_u32, int32_t)
-KV_MEAN_INT(uint8, kv_u8, uint32_t)
-KV_MEAN_INT(uint16, kv_u16, uint32_t)
-KV_MEAN_INT(uint32, kv_u32, uint32_t)
-
-static const kv_mean kv_means[KV_MEANS] = {
-    kv_mean_float16, kv_mean_bfloat16, kv_mean_float32, kv_mean_hifloat8,
-    kv_mean_float8_e5m2, kv_mean_float8_e4m3fn,
-    kv_mean_int8, kv_mean_int16, kv_mean_int32, kv_mean_uint8, kv_mean_uint16, kv_mean_uint32,
-};
-
-/* -- additions, once for each instruction set --------------------------------------------------- */
+/* -- additions and means, once for each instruction set ----------------------------------------- */
 
 /* The place may lie behind the array: a prefetch faults nowhere. */
 static inline void kv_fetch(const char *src, int64_t ahead, int64_t nbytes)
 {
     for (int64_t at = 0; at < nbytes; at += 64)
-        __builtin_prefetch((const void *)((uintptr_t)src + (uintptr_t)(ahead + at)));
+        __builtin_prefetch((const void *)((uintptr_t)src + (uintptr_t)(ahead + at)), 0, 2);
 }
 
 #define KV_TARGET
@@ -245,21 +210,27 @@ static inline void kv_fetch(const char *src, int64_t ahead, int64_t nbytes)
 #undef KV_F16C
 #endif
 
-/* The additions of the instruction set of that name (isa.h). The sets there promise less than
+/* What the instruction set of that name (isa.h) does with a type. The sets there promise less than
    these functions need, so what is not promised is asked for; all CPUs but a few have it. */
 static int kv_has_f16c;
 
-static kv_add kv_adder(int type, const char *isa)
+static void kv_pick(int type, const char *isa, kv_add *add, kv_mean *mean)
 {
+    *add = kv_adders_portable[type];
+    *mean = kv_means_portable[type];
 #if defined(__x86_64__)
-    if (strcmp(isa, "avx512") == 0 && kv_has_f16c && __builtin_cpu_supports("avx512bw")
-        && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        return kv_adders_avx512[type];
-    if (strncmp(isa, "avx", 3) == 0 && kv_has_f16c)
-        return kv_adders_avx2[type];
-#endif
+    if (strncmp(isa, "avx", 3) != 0 || !kv_has_f16c)
+        return;
+    *add = kv_adders_avx2[type];
+    *mean = kv_means_avx2[type];
+    if (strcmp(isa, "avx512") == 0 && __builtin_cpu_supports("avx512bw")
+        && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+        *add = kv_adders_avx512[type];
+        *mean = kv_means_avx512[type];
+    }
+#else
     (void)isa;
-    return kv_adders_portable[type];
+#endif
 }
 
 /* Once, before anything else here. */
@@ -269,7 +240,6 @@ static void kv_means_begin(void)
     unsigned a, b, c = 0, d; /* asked once: in a virtual machine it takes microseconds */
     kv_has_f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 #endif
-    kv_fill_float8();
 }
 
 /* -- the floating-point environment ------------------------------------------------------------- */

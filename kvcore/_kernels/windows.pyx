@@ -31,8 +31,7 @@ cdef extern from "means.h" nogil:
     void kv_row_streamed(char* dst, const char* src, int64_t n, stream_t stream)
     void kv_set_hifloat8(const float* values, const uint32_t* limits, const unsigned char* codes)
     void kv_means_begin()
-    add_t kv_adder(int kind, const char* isa)
-    const mean_t* kv_means
+    void kv_pick(int kind, const char* isa, add_t* add, mean_t* mean)
 
 # Types that have a mean; their place here is the kernels' number of them.
 MEANS = (
@@ -57,8 +56,7 @@ cdef void pick_mean(windows_job* job, int kind) noexcept nogil:
     job.add = NULL
     job.mean = NULL
     if kind >= 0:
-        job.add = kv_adder(kind, active().name)
-        job.mean = kv_means[kind]
+        kv_pick(kind, active().name, &job.add, &job.mean)
 
 
 cdef inline bint has_mean(const windows_job* job, int64_t i) noexcept nogil:
@@ -169,11 +167,17 @@ cdef void write_mean(
 ) noexcept nogil:
     cdef const kv_lane* lane = &side.lane
     cdef char* page = kv_page(lane, slot) + first * side.page_step
-    cdef int64_t e, k, part
+    cdef int64_t e, k, part, nbytes = items * side.item_bytes
     cdef char[LOOSE_ITEMS * 4] loose
+    cdef char[MAX_SUMS * 4] row
     if side.page_step == side.item_bytes:
-        kv_inside(lane.page_lo, lane.page_hi, page, items * side.item_bytes, "cache")
-        job.mean(page, sums, items, count)
+        kv_inside(lane.page_lo, lane.page_hi, page, nbytes, "cache")
+        if job.stream and nbytes >= STREAM_ROW:
+            # As its neighbours: an ordinary store would fetch the lines it shares with them.
+            job.mean(row, sums, items, count)
+            kv_row_streamed(page, row, nbytes, active().stream)
+        else:
+            job.mean(page, sums, items, count)
         return
     e = 0
     while e < items:
@@ -213,7 +217,7 @@ cdef void run_unit(
         memset(sums, 0, <size_t>((h_end - h_begin) * items) * sizeof(float))
     tile = job.tile if h_end - h_begin > 1 else n
     if side.lane.tok_stride != items * side.item_bytes:
-        ahead = job.tile * side.lane.tok_stride
+        ahead = 2 * job.tile * side.lane.tok_stride
     while t < n:
         begin = t
         t = end = n if n - t < tile else t + tile
