@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,18 +11,6 @@ import pytest
 from kvcore.cli import main
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_the_example_prints_a_row_for_each_pool() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "prefix_hits.py", "--requests", "20"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    header, *rows = done.stdout.splitlines()
-    assert header.split() == ["blocks", "hits", "preemptions", "evictions", "peak"]
-    assert [row.split()[0] for row in rows] == ["1024", "4096", "16384", "65536"]
 
 
 def test_the_python_of_the_page(
