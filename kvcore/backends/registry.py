@@ -17,6 +17,7 @@ from typing import Any
 
 from kvcore._core import settings
 from kvcore._core.plan import Plan
+from kvcore.backends.aclnn.backend import AclnnBackend
 from kvcore.backends.base import Backend
 from kvcore.backends.cpu import CpuBackend
 from kvcore.errors import BackendUnavailableError, fail
@@ -29,7 +30,7 @@ NPU = "aclnn"
 SPACES = frozenset({"host", "device"})
 
 _lock = threading.RLock()
-_backends: dict[str, Backend] = {"cpu": CpuBackend()}
+_backends: dict[str, Backend] = {"cpu": CpuBackend(), NPU: AclnnBackend()}
 _broken: dict[str, str] = {}
 _searched = False
 

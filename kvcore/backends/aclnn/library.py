@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process's CANN: found, loaded and initialised when first asked for.
+
+There is one per process, as CANN itself has one state per process.  aclInit is called once (by
+another party before us is fine); aclFinalize never, since it would end CANN for everybody.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kvcore import soc as socs
+from kvcore.backends.aclnn import prototypes, status
+from kvcore.backends.aclnn.constants import (
+    ACL_DEV_ATTR_NPU_ARCH,
+    ACL_ERROR_REPEAT_INITIALIZE,
+    ACL_SUCCESS,
+)
+from kvcore.backends.aclnn.search import ENVIRONMENT, SETTINGS, Found, Search
+from kvcore.errors import BackendUnavailableError, KVCoreError
+
+__all__ = ["Cann", "current", "forget", "last_search", "why_not"]
+
+PHASE_ONE = "GetWorkspaceSize"
+
+
+class Cann:
+    """CANN's functions by their C names, as attributes, each bound when first used.
+
+    A status other than 0 raises the typed error with CANN's own text.  ``status(name)`` is the
+    same function with the status returned.  A function that this CANN lacks is a
+    BackendUnavailableError; one that kvcore does not know, an AttributeError.
+    """
+
+    def __init__(self, search: Search, runtime: Found) -> None:
+        self.search = search
+        self.runtime = runtime
+        self.pid = os.getpid()
+        self._lock = threading.RLock()
+        self._operators: list[Found] | None = None
+        self._meta: Found | None = None
+        self._homes: dict[str, Found | None] = {}
+        self._unchecked: dict[str, Callable[..., int]] = {}
+        self._soc: socs.SoC | None = None
+
+    def __repr__(self) -> str:
+        return f"<Cann {self.runtime.path}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if not prototypes.is_known(name):
+            raise AttributeError(f"kvcore knows no function {name!r} of CANN")
+        function = self._bind(name, checked=True)
+        setattr(self, name, function)
+        return function
+
+    def status(self, name: str) -> Callable[..., int]:
+        """That function without a check: what it returns is its status."""
+        found = self._unchecked.get(name)
+        if found is None:
+            found = self._unchecked[name] = self._bind(name, checked=False)
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether this CANN has that function."""
+        return self._home(name) is not None
+
+    def operators(self) -> list[Found]:
+        """The operator libraries, loaded now if they were not."""
+        with self._lock:
+            if self._operators is None:
+                self._meta = self.search.meta(self.runtime)
+                self._operators = self.search.operators(self.runtime)
+            return self._operators
+
+    def home_of(self, name: str) -> str | None:
+        """The path of the library that a function comes from; None: not in this CANN."""
+        found = self._home(name)
+        return None if found is None else found.path
+
+    def _home(self, name: str) -> Found | None:
+        if name not in self._homes:
+            self._homes[name] = self._look(name)
+        return self._homes[name]
+
+    def _candidates(self, name: str) -> list[Found]:
+        group = prototypes.group_of(name)
+        if group == "runtime":
+            return [self.runtime]
+        libraries = self.operators()
+        if group == "meta":
+            # From the operators' own libnnopbase, whichever way it is reached.
+            meta = [] if self._meta is None else [self._meta]
+            return [*meta, *libraries, self.runtime]
+        return [*libraries, self.runtime]
+
+    def _look(self, name: str) -> Found | None:
+        names = [name]
+        if prototypes.group_of(name) == "operators":
+            # Both phases of one operator come from one library.
+            stem = name.removesuffix(PHASE_ONE)
+            names = [stem, stem + PHASE_ONE]
+        for library in self._candidates(name):
+            if all(library.has(one) for one in names):
+                return library
+        return None
+
+    def _bind(self, name: str, checked: bool) -> Any:
+        result, arguments, is_status = prototypes.argument_types(name)
+        home = self._home(name)
+        if home is None:
+            paths = ", ".join(found.path for found in self._candidates(name))
+            raise BackendUnavailableError(
+                f"{name} is not in this CANN ({paths})", argument=None, seen=name
+            )
+        function: Any = home.handle[name]  # a new object each time, unlike an attribute
+        function.restype = result
+        function.argtypes = arguments
+        if checked and is_status:
+
+            def check(code: int, _: Any, __: Any, name: str = name) -> int:
+                if code != ACL_SUCCESS:
+                    raise status.error(code, name, self.recent_error())
+                return code
+
+            function.errcheck = check
+        return function
+
+    def recent_error(self) -> str:
+        """What CANN said of the last failure in this thread; asking clears it."""
+        if self._home("aclGetRecentErrMsg") is None:
+            return ""
+        # The pointer is valid until the next call only: ctypes copies the bytes at once.
+        text: Any = self.status("aclGetRecentErrMsg")()
+        return "" if not text else text.decode(errors="replace").strip()
+
+    def set_device(self, device_id: int) -> None:
+        """Give this OS thread the device; every call needs it, and it costs little."""
+        self.aclrtSetDevice(device_id)
+
+    def device_count(self) -> int:
+        """Devices this process may use."""
+        count = ctypes.c_uint32(0)
+        self.aclrtGetDeviceCount(ctypes.byref(count))
+        return count.value
+
+    def soc_name(self) -> str:
+        """What aclrtGetSocName says (of device 0, where there are several)."""
+        text: Any = self.aclrtGetSocName()
+        return text.decode(errors="replace") if text else ""
+
+    def arch(self, device_id: int = 0) -> int | None:
+        """The device's NpuArch; None where the runtime does not tell."""
+        value = ctypes.c_int64(0)
+        if not self.has("aclrtGetDeviceInfo"):
+            return None
+        ask = self.status("aclrtGetDeviceInfo")
+        if ask(device_id, ACL_DEV_ATTR_NPU_ARCH, ctypes.byref(value)) != ACL_SUCCESS:
+            self.recent_error()  # leave no text behind that would be taken for another's
+            return None
+        return value.value
+
+    def soc(self) -> socs.SoC:
+        """The SoC of this machine; BackendUnavailableError for one that is not in the table."""
+        if self._soc is None:
+            self._soc = self._recognise()
+        return self._soc
+
+    def _recognise(self) -> socs.SoC:
+        name = self.soc_name()
+        found = socs.from_product(name)
+        if found is None:
+            rows = socs.PROFILES.values()
+            known = ", ".join(f"{row.name} ({row.profile.pattern})" for row in rows)
+            raise BackendUnavailableError(
+                f"SoC {name!r} is not supported; supported: {known}", seen=name, expected=known
+            )
+        arch = self.arch()
+        if arch is not None and arch != found.profile.arch:
+            raise BackendUnavailableError(
+                f"SoC {name!r}: expected NpuArch {found.profile.arch} of {found.name}, got {arch}",
+                seen=arch,
+                expected=found.profile.arch,
+            )
+        return found
+
+
+_lock = threading.RLock()
+_cann: Cann | None = None
+_key: tuple[str | None, ...] | None = None
+_reason: str | None = None
+_search: Search | None = None
+
+
+def _settings() -> tuple[str | None, ...]:
+    return tuple([os.environ.get(name) for name in SETTINGS])
+
+
+def current() -> Cann:
+    """The process's CANN, initialised; BackendUnavailableError says why there is none."""
+    cann = _cann
+    if cann is not None:
+        if cann.pid != os.getpid():
+            raise BackendUnavailableError(
+                "CANN does not survive a fork: use the NPU in the process that started it, or "
+                "start others with 'spawn'"
+            )
+        return cann
+    return _load()
+
+
+def _load() -> Cann:
+    global _cann, _key, _reason, _search
+    with _lock:
+        if _cann is not None:
+            return _cann
+        key = _settings()
+        if _reason is not None and key == _key:
+            raise BackendUnavailableError(_reason)
+        search, _key = Search(), key
+        _search = search
+        try:
+            _cann = _open(search)
+            _reason = None
+        except KVCoreError as error:
+            _reason = str(error)
+            raise
+        return _cann
+
+
+def _open(search: Search) -> Cann:
+    runtime = search.runtime()
+    if runtime is None:
+        raise BackendUnavailableError(f"no CANN runtime library found: {_looked(search)}")
+    opp = search.opp_path(runtime)
+    if opp is not None:
+        # The operators' library finds its kernels by this variable alone (561107 without).
+        os.environ["ASCEND_OPP_PATH"] = opp
+        search.environ = dict(os.environ)
+    cann = Cann(search, runtime)
+    code = cann.status("aclInit")(None)
+    if code not in (ACL_SUCCESS, ACL_ERROR_REPEAT_INITIALIZE):
+        raise BackendUnavailableError(
+            f"{runtime.path}: {status.error(code, 'aclInit', cann.recent_error())}",
+            seen=code,
+            expected=0,
+            code=code,
+        )
+    return cann
+
+
+def _looked(search: Search) -> str:
+    if search.given:
+        folders = ", ".join(map(str, search.given))
+        return f"looked in {folders} ({ENVIRONMENT})"
+    broken = [
+        f"{path}: {outcome}"
+        for path, outcome in search.tried
+        if outcome not in ("not there", "loaded") and os.sep in path
+    ]
+    if broken:
+        return "; ".join(broken)
+    unset = [name for name in SETTINGS[1:3] if not os.environ.get(name)]
+    looked = f"looked in {', '.join(map(str, search.homes()))} and on the linker's path"
+    return looked + (f"; {' and '.join(unset)} not set" if unset else "")
+
+
+def why_not() -> str | None:
+    """Why CANN cannot be used here; None when it can."""
+    try:
+        cann = current()
+        if cann.device_count() == 0:
+            return "no device (aclrtGetDeviceCount says 0)"
+        cann.soc()
+        if not cann.operators():
+            return "no operator library (libopapi_transformer.so or libopapi.so) beside " + (
+                cann.runtime.path
+            )
+        for name in ("aclCreateTensor", "aclDestroyTensor"):
+            if not cann.has(name):
+                return f"{name} is not in this CANN"
+    except KVCoreError as error:
+        return str(error)
+    return None
+
+
+def last_search() -> Search | None:
+    """What the last search looked at; None before the first."""
+    return _search
+
+
+def forget() -> None:
+    """For tests: search again at the next use. Unloads nothing and finalises nothing."""
+    global _cann, _key, _reason, _search
+    with _lock:
+        _cann = _key = _reason = _search = None
