@@ -1,94 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections import deque
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from typing_extensions import disjoint_base
 
-KIND_WORK: int
-KIND_CALL: int
-KIND_TIMER: int
-
-@final
-class Failure:
-    cause: BaseException
-    stream: str
-    operation: str
-    seen: bool
-    def __init__(self, cause: BaseException, stream: str, operation: str) -> None: ...
-
-@final
-class Waiter:
-    fired: bool
-    def __init__(self, ring: Callable[[], object]) -> None: ...
-    def notify(self) -> None: ...
-
-@final
-class Mark:
-    failure: Failure | None
-    queue: Queue
-    time: float
-    note: Any
-    graph: Any
-    position: Any
-    @property
-    def pending(self) -> bool: ...
-    @property
-    def failed(self) -> bool: ...
-    @property
-    def dropped(self) -> bool: ...
-    def add(self, waiter: Waiter) -> bool: ...
-    def discard(self, waiter: Waiter) -> None: ...
-
-@final
-class Op:
-    target: Any
-    args: Any
-    mark: Mark | None
-    number: int
-    note: Any
-    started: float
-    ended: float
-    us: float
-    @property
-    def is_call(self) -> bool: ...
-    @property
-    def is_timer(self) -> bool: ...
-    @property
-    def is_work(self) -> bool: ...
-    @property
-    def name(self) -> str: ...
-
-@final
-class Ledger:
-    used: int
-    peak: int
-    capacity: int
-    allocations: int
-    frees: int
-    def __init__(self, capacity: int) -> None: ...
-    def take(self, nbytes: int) -> bool: ...
-    def untake(self, nbytes: int) -> None: ...
-
-@final
-class Storage:
-    ledger: Ledger
-    owner: object
-    space: str
-    nbytes: int
-    array: Any
-    freed: bool
-    def __init__(
-        self, ledger: Ledger, owner: object, space: str, nbytes: int, array: object
-    ) -> None: ...
-    def release(self) -> bool: ...
-
-@disjoint_base
-class BufferCore:
-    storage: Storage
-    def _bind(self, storage: Storage) -> None: ...
+from kvcore.runtime._marks import Failure, Mark, Op
 
 @disjoint_base
 class EventCore:
@@ -148,6 +65,3 @@ class Executor:
     def inside(self) -> bool: ...
     def calling(self) -> tuple[Queue, Op] | None: ...
     def tell(self, failure: Failure) -> None: ...
-
-def total_bytes(ranges: npt.NDArray[np.int64]) -> int: ...
-def move(pieces: npt.NDArray[np.int64]) -> None: ...

@@ -37,10 +37,13 @@ anything.  Workers sleep on locks of their own, so no wake-up can be lost: a wor
 on ``parked`` in the same breath in which it found ``ready`` empty.
 """
 
-cimport cython
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport int64_t, uint64_t
-from libc.string cimport memmove
+
+from kvcore.runtime._marks cimport (
+    CALL, DONE, DROPPED, FAILED, PENDING, RECORD, TIMER, WAIT, WORK, Failure, Mark, Op, Waiter,
+)
+from kvcore.runtime._storage cimport BufferCore, Storage
 
 import heapq
 from _thread import allocate_lock
@@ -55,25 +58,12 @@ cdef extern from "time.h" nogil:
     int CLOCK_MONOTONIC
     int clock_gettime(int clock, timespec* t)
 
-cdef enum Kind:
-    WORK
-    CALL
-    TIMER
-    RECORD
-    WAIT
-
 cdef enum State:
     IDLE
     READY
     RUNNING
     WAITING
     TIMED
-
-cdef enum Outcome:
-    PENDING
-    DONE
-    FAILED
-    DROPPED
 
 cdef enum Life:
     NEW
@@ -94,218 +84,6 @@ cdef inline double now() noexcept:
     cdef timespec t
     clock_gettime(CLOCK_MONOTONIC, &t)
     return t.tv_sec + t.tv_nsec * 1e-9
-
-
-@cython.final
-cdef class Failure:
-    """Why a queue does not go on: the first cause, and whether anybody was told."""
-
-    cdef readonly object cause
-    cdef readonly str stream
-    cdef readonly str operation
-    cdef public bint seen
-
-    def __init__(self, object cause, str stream, str operation):
-        self.cause = cause
-        self.stream = stream
-        self.operation = operation
-        self.seen = False
-
-
-@cython.final
-cdef class Waiter:
-    """Somebody outside the queues: told once, by calling ``ring``."""
-
-    cdef readonly bint fired
-    cdef object ring
-
-    def __init__(self, object ring):
-        self.ring = ring
-        self.fired = False
-
-    cpdef notify(self):
-        if not self.fired:
-            self.fired = True
-            self.ring()
-
-
-@cython.final
-@cython.freelist(64)
-cdef class Mark:
-    """One record of an event.
-
-    note:  what the observers attached when it was recorded (clocks).
-    time:  seconds on the monotonic clock when it was reached.
-    graph: the capture it belongs to, or None.
-    """
-
-    cdef int outcome
-    cdef readonly Failure failure
-    cdef list waiters
-    cdef readonly Queue queue
-    cdef readonly double time
-    cdef public object note
-    cdef public object graph
-    cdef public object position
-
-    @property
-    def pending(self):
-        return self.outcome == PENDING
-
-    @property
-    def failed(self):
-        return self.outcome == FAILED
-
-    @property
-    def dropped(self):
-        return self.outcome == DROPPED
-
-    def add(self, Waiter waiter):
-        """Put a host on the list; False when the mark is resolved already."""
-        self.prepare()
-        if self.outcome != PENDING:
-            return False
-        self.waiters.append(waiter)
-        return True
-
-    cdef int prepare(self) except -1:
-        # Making a list may run the collector, and that anything: so it is made before the
-        # outcome is looked at, never between the look and the append.
-        cdef list fresh
-        if self.waiters is None:
-            fresh = []
-            if self.waiters is None:
-                self.waiters = fresh
-        return 0
-
-    def discard(self, Waiter waiter):
-        cdef Py_ssize_t i
-        if self.waiters is not None:
-            for i in range(len(self.waiters)):
-                if self.waiters[i] is waiter:
-                    del self.waiters[i]
-                    return
-
-
-@cython.final
-@cython.freelist(256)
-cdef class Op:
-    """One queued thing; keeps what it works on alive until it is done.
-
-    number:  place in the device's order of launches.
-    note:    what the observers attached at launch.
-    """
-
-    cdef int kind
-    cdef readonly object target
-    cdef readonly object args
-    cdef readonly Mark mark
-    cdef readonly int64_t number
-    cdef public object note
-    cdef readonly double started
-    cdef readonly double ended
-    cdef readonly double us
-
-    @property
-    def is_call(self):
-        return self.kind == CALL
-
-    @property
-    def is_timer(self):
-        return self.kind == TIMER
-
-    @property
-    def is_work(self):
-        return self.kind == WORK
-
-    @property
-    def name(self):
-        if self.kind == TIMER:
-            return str(self.target)
-        name = getattr(self.target, "name", None)
-        if name is None:
-            name = getattr(getattr(self.target, "operator", None), "name", None)
-        if isinstance(name, str):
-            return name
-        return getattr(self.target, "__qualname__", type(self.target).__name__)
-
-
-@cython.final
-cdef class Ledger:
-    """Bytes of one memory space: C integers only, so that a finaliser may change them."""
-
-    cdef public int64_t used, peak, capacity, allocations, frees
-
-    def __init__(self, int64_t capacity):
-        self.capacity = capacity          # -1: without limit
-
-    def take(self, int64_t nbytes):
-        """Count an allocation; False, and nothing counted, when it does not fit."""
-        if self.capacity >= 0 and nbytes > self.capacity - self.used:
-            return False
-        self.used += nbytes
-        self.allocations += 1
-        if self.used > self.peak:
-            self.peak = self.used
-        return True
-
-    def untake(self, int64_t nbytes):
-        """Undo ``take``: the allocation did not happen."""
-        self.used -= nbytes
-        self.allocations -= 1
-
-    cdef void give_back(self, int64_t nbytes) noexcept:
-        self.used -= nbytes
-        self.frees += 1
-
-
-@cython.final
-@cython.no_gc
-cdef class Storage:
-    """One allocation.  It is given back once: by ``release`` or with its last reference.
-
-    No cycle can go through it (it refers to a ledger, an executor's key and a numpy array), so
-    it is not tracked, and its finaliser always finds its ledger.
-    """
-
-    cdef readonly Ledger ledger
-    cdef readonly str space
-    cdef readonly int64_t nbytes
-    cdef readonly object array
-    cdef readonly bint freed
-    cdef readonly object owner
-    cdef object __weakref__
-
-    def __init__(self, Ledger ledger, object owner, str space, int64_t nbytes, object array):
-        self.ledger = ledger
-        self.owner = owner
-        self.space = space
-        self.nbytes = nbytes
-        self.array = array
-        self.freed = False
-
-    def release(self):
-        """Give the bytes back; False when that was done before."""
-        if self.freed:
-            return False
-        self.freed = True
-        self.ledger.give_back(self.nbytes)
-        self.array = None
-        return True
-
-    def __dealloc__(self):
-        if not self.freed and self.ledger is not None:
-            self.freed = True
-            self.ledger.give_back(self.nbytes)
-
-
-cdef class BufferCore:
-    """What the launch path must see of a buffer."""
-
-    cdef readonly Storage storage
-
-    def _bind(self, Storage storage):
-        self.storage = storage
 
 
 cdef class EventCore:
@@ -563,11 +341,6 @@ cdef class Queue:
         while gone:
             op = gone.popleft()
             self.executor.forget(self, op)
-
-
-KIND_WORK = WORK
-KIND_CALL = CALL
-KIND_TIMER = TIMER
 
 
 cdef object _foreign_event(str stream):
@@ -951,21 +724,3 @@ cdef class Executor:
     def wake_one(self):
         """For marks resolved outside a worker."""
         self.wake()
-
-
-def total_bytes(const int64_t[:, :] ranges):
-    """Bytes of ranges given as rows (start, end)."""
-    cdef Py_ssize_t i
-    cdef int64_t total = 0
-    for i in range(ranges.shape[0]):
-        total += ranges[i, 1] - ranges[i, 0]
-    return total
-
-
-def move(const int64_t[:, ::1] pieces):
-    """Copy bytes: each row is (destination address, source address, bytes); no GIL held."""
-    cdef Py_ssize_t i
-    with nogil:
-        for i in range(pieces.shape[0]):
-            memmove(<void*><size_t>pieces[i, 0], <void*><size_t>pieces[i, 1],
-                    <size_t>pieces[i, 2])

@@ -25,13 +25,15 @@ import heapq
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from kvcore.runtime._queue import BufferCore, Waiter, total_bytes
+from kvcore.runtime._marks import Waiter
+from kvcore.runtime._storage import BufferCore, total_bytes
 from kvcore.runtime.profile import COMPUTE, D2H, H2D, HBM, RESOURCES, DeviceProfile
 
 if TYPE_CHECKING:
     from threading import RLock
 
-    from kvcore.runtime._queue import Mark, Op, Queue
+    from kvcore.runtime._marks import Mark, Op
+    from kvcore.runtime._queue import Queue
     from kvcore.runtime.trace import Trace
 
 __all__ = ["ModelClock", "Node"]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import ParamInvalidError
-from kvcore.runtime._queue import move
+from kvcore.runtime._storage import move
 from kvcore.runtime.memory import PAGEABLE, array_of, space_of
 from kvcore.runtime.profile import D2H, H2D, HBM
 

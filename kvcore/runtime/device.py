@@ -45,7 +45,9 @@ from kvcore.errors import (
     ParamInvalidError,
     StreamError,
 )
-from kvcore.runtime._queue import Executor, Ledger, Mark, Storage, Waiter
+from kvcore.runtime._marks import Mark, Waiter
+from kvcore.runtime._queue import Executor
+from kvcore.runtime._storage import Ledger, Storage
 from kvcore.runtime.bell import Bell, Waitable
 from kvcore.runtime.clock import ModelClock
 from kvcore.runtime.event import Event, failed

@@ -13,7 +13,7 @@ from kvcore.errors import ParamInvalidError, StreamError
 from kvcore.runtime._queue import EventCore
 
 if TYPE_CHECKING:
-    from kvcore.runtime._queue import Failure, Mark
+    from kvcore.runtime._marks import Failure, Mark
     from kvcore.runtime.device import Device
     from kvcore.runtime.stream import Stream
 

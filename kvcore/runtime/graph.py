@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import CaptureError, ParamInvalidError
-from kvcore.runtime._queue import KIND_WORK, BufferCore, Mark, Storage
+from kvcore.runtime._marks import KIND_WORK, Mark
+from kvcore.runtime._storage import BufferCore, Storage
 from kvcore.runtime.memory import PAGEABLE, space_of
 from kvcore.runtime.observe import call_site
 

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import DeviceOutOfMemoryError, ParamInvalidError
-from kvcore.runtime._queue import BufferCore, Storage
+from kvcore.runtime._storage import BufferCore, Storage
 
 if TYPE_CHECKING:
     from kvcore.runtime.device import Device

@@ -14,7 +14,8 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcore.runtime._queue import Mark, Op, Queue
+    from kvcore.runtime._marks import Mark, Op
+    from kvcore.runtime._queue import Queue
     from kvcore.runtime.clock import ModelClock, Node
     from kvcore.runtime.device import Device
     from kvcore.runtime.race import RaceCheck

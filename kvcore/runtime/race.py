@@ -32,12 +32,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import RaceError
-from kvcore.runtime._queue import BufferCore
 from kvcore.runtime._shadow import HIT_WRITE, Shadow, Vector
+from kvcore.runtime._storage import BufferCore
 from kvcore.runtime.copies import ranges_of
 
 if TYPE_CHECKING:
-    from kvcore.runtime._queue import Op, Queue
+    from kvcore.runtime._marks import Op
+    from kvcore.runtime._queue import Queue
     from kvcore.runtime.observe import Note, Site
 
 __all__ = ["Party", "Race", "RaceCheck"]

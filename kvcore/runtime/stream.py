@@ -14,7 +14,7 @@ from kvcore.runtime.copies import Copy, Fill
 from kvcore.runtime.event import Event, failed
 
 if TYPE_CHECKING:
-    from kvcore.runtime._queue import Mark
+    from kvcore.runtime._marks import Mark
     from kvcore.runtime.device import Device
 
 __all__ = ["Stream", "current_stream", "use_stream"]

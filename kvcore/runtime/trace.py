@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from kvcore.runtime._queue import Mark, Op, Queue
+    from kvcore.runtime._marks import Mark, Op
+    from kvcore.runtime._queue import Queue
     from kvcore.runtime.clock import Node
 
 __all__ = ["Span", "StreamUse", "Summary", "Trace"]

@@ -11,7 +11,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 from fakes import FakePlan, Gate, device
 
-from kvcore.runtime._queue import Waiter
+from kvcore.runtime._marks import Waiter
 from kvcore.runtime.bell import Bell
 
 

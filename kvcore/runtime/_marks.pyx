@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is queued, what is waited for, and what went wrong: the queues' small change."""
+
+cimport cython
+
+
+@cython.final
+cdef class Failure:
+    """Why a queue does not go on: the first cause, and whether anybody was told."""
+
+    def __init__(self, object cause, str stream, str operation):
+        self.cause = cause
+        self.stream = stream
+        self.operation = operation
+        self.seen = False
+
+
+@cython.final
+cdef class Waiter:
+    """Somebody outside the queues: told once, by calling ``ring``."""
+
+    def __init__(self, object ring):
+        self.ring = ring
+        self.fired = False
+
+    cpdef notify(self):
+        if not self.fired:
+            self.fired = True
+            self.ring()
+
+
+@cython.final
+@cython.freelist(64)
+cdef class Mark:
+    """One record of an event.
+
+    note:  what the observers attached when it was recorded (clocks).
+    time:  seconds on the monotonic clock when it was reached.
+    graph: the capture it belongs to, or None.
+    """
+
+    @property
+    def pending(self):
+        return self.outcome == PENDING
+
+    @property
+    def failed(self):
+        return self.outcome == FAILED
+
+    @property
+    def dropped(self):
+        return self.outcome == DROPPED
+
+    def add(self, Waiter waiter):
+        """Put a host on the list; False when the mark is resolved already."""
+        self.prepare()
+        if self.outcome != PENDING:
+            return False
+        self.waiters.append(waiter)
+        return True
+
+    cdef int prepare(self) except -1:
+        # Making a list may run the collector, and that anything: so it is made before the
+        # outcome is looked at, never between the look and the append.
+        cdef list fresh
+        if self.waiters is None:
+            fresh = []
+            if self.waiters is None:
+                self.waiters = fresh
+        return 0
+
+    def discard(self, Waiter waiter):
+        cdef Py_ssize_t i
+        if self.waiters is not None:
+            for i in range(len(self.waiters)):
+                if self.waiters[i] is waiter:
+                    del self.waiters[i]
+                    return
+
+
+@cython.final
+@cython.freelist(256)
+cdef class Op:
+    """One queued thing; keeps what it works on alive until it is done.
+
+    number:  place in the device's order of launches.
+    note:    what the observers attached at launch.
+    """
+
+    @property
+    def is_call(self):
+        return self.kind == CALL
+
+    @property
+    def is_timer(self):
+        return self.kind == TIMER
+
+    @property
+    def is_work(self):
+        return self.kind == WORK
+
+    @property
+    def name(self):
+        if self.kind == TIMER:
+            return str(self.target)
+        name = getattr(self.target, "name", None)
+        if name is None:
+            name = getattr(getattr(self.target, "operator", None), "name", None)
+        if isinstance(name, str):
+            return name
+        return getattr(self.target, "__qualname__", type(self.target).__name__)
+
+
+KIND_WORK = WORK
+KIND_CALL = CALL
+KIND_TIMER = TIMER
