@@ -97,7 +97,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
         if isinstance(soc, str):  # else none of the SoCs asked for is one of the mark's
             stack.enter_context(_environment(soc))
         if item.config.getoption("--kvcore-races"):
-            stack.enter_context(_race_check())
+            from kvcore.runtime import default_race_check
+
+            stack.enter_context(default_race_check("raise"))
         return (yield)
 
 
@@ -113,20 +115,6 @@ def _environment(soc: str) -> Iterator[None]:
             del os.environ[ENVIRONMENT]
         else:
             os.environ[ENVIRONMENT] = before
-
-
-@contextlib.contextmanager
-def _race_check() -> Iterator[None]:
-    """Make devices check for races unless they are told otherwise."""
-    from kvcore.runtime import Device
-
-    defaults: dict[str, Any] = Device.__init__.__kwdefaults__ or {}
-    before = defaults["race_check"]
-    defaults["race_check"] = "raise"
-    try:
-        yield
-    finally:
-        defaults["race_check"] = before
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from kvcore.runtime.graph import Graph
 from kvcore.runtime.memory import Buffer, MemoryInfo
 from kvcore.runtime.profile import DeviceProfile, Figure
 from kvcore.runtime.race import Party, Race
+from kvcore.runtime.settings import default_race_check
 from kvcore.runtime.stream import Stream, current_stream
 from kvcore.runtime.trace import Span, StreamUse, Summary, Trace
 
@@ -33,4 +34,5 @@ __all__ = [
     "Summary",
     "Trace",
     "current_stream",
+    "default_race_check",
 ]

@@ -13,12 +13,6 @@ as above, but the exception that is under way is the one that goes on.
 
 A cancel while leaving normally turns the one into the other.
 
-What waits where
-----------------
-Tasks wait with a ``Bell`` of their event loop; threads wait on a lock.  Neither is ever waited
-for by a worker.  On the model clock a synchronise waits twice: for the bytes (a mark), and then
-until the costs are known that the model needs to say when that was (nodes of the model).
-
 A forked child has the parent's objects and none of its threads: every device of the parent is
 marked, and whatever the child asks of one is an error.
 """
@@ -30,8 +24,8 @@ import os
 import threading
 import time
 import weakref
-from _thread import allocate_lock
 from collections.abc import Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -39,41 +33,27 @@ import anyio
 import anyio.lowlevel
 import numpy.typing as npt
 
-from kvcore.errors import (
-    BackendUnavailableError,
-    CaptureError,
-    ParamInvalidError,
-    StreamError,
-)
-from kvcore.runtime._marks import Mark, Waiter
-from kvcore.runtime._queue import Executor
+from kvcore.errors import CaptureError, ParamInvalidError, StreamError
+from kvcore.runtime._admission import Admission
+from kvcore.runtime._executor import Executor
+from kvcore.runtime._marks import Mark
 from kvcore.runtime._storage import Ledger, Storage
-from kvcore.runtime.bell import Bell, Waitable
 from kvcore.runtime.clock import ModelClock
-from kvcore.runtime.event import Event, failed
+from kvcore.runtime.event import Event, failed, unseen
 from kvcore.runtime.graph import Capture, Graph, join_or_refuse
-from kvcore.runtime.memory import (
-    DEFAULT_ALIGNMENT,
-    SPACES,
-    Buffer,
-    MemoryInfo,
-    allocate,
-)
+from kvcore.runtime.host import Host, block
+from kvcore.runtime.memory import DEFAULT_ALIGNMENT, SPACES, Buffer, MemoryInfo, allocate, refuse
 from kvcore.runtime.observe import Observer, call_site
 from kvcore.runtime.profile import RESOURCES, DeviceProfile
 from kvcore.runtime.race import Race, RaceCheck
+from kvcore.runtime.settings import RaceMode, Settings, one_of
 from kvcore.runtime.stream import Stream, current_stream, use_stream
-from kvcore.runtime.trace import DEFAULT_MAX_EVENTS, Trace
+from kvcore.runtime.trace import Trace
+from kvcore.runtime.workers import Workers
 
 __all__ = ["Device"]
 
-MAX_WORKERS = 64
-
 _DEVICES: weakref.WeakSet[Device] = weakref.WeakSet()
-#: The bells of the event loop that runs, by device; goes with the loop.
-_BELLS: anyio.lowlevel.RunVar[weakref.WeakKeyDictionary[Device, Bell]] = anyio.lowlevel.RunVar(
-    "kvcore_bells"
-)
 
 
 class Device:
@@ -84,6 +64,7 @@ class Device:
     clock:      "wall": operations take the time they take here.  "model": they still move their
                 bytes, but time comes from the profile, and is the same on every run.
     race_check: "off", "record" (see ``races``) or "raise" (at the next synchronise or exit).
+                None: "off", or what ``default_race_check`` says.
     check_host: with a race check, also compare checksums of plain numpy sources at launch and
                 at run.
     trace, max_events: keep a trace, of at most so many entries a kind.
@@ -97,7 +78,7 @@ class Device:
         profile: str | DeviceProfile | None = None,
         *,
         clock: Literal["wall", "model"] = "wall",
-        race_check: Literal["off", "record", "raise"] = "off",
+        race_check: RaceMode | None = None,
         trace: bool = False,
         workers: int = 2,
         backend: str | None = None,
@@ -105,43 +86,27 @@ class Device:
         check_host: bool = False,
         max_events: int | None = None,
     ) -> None:
-        self.profile = _profile(profile)
-        _one_of("clock", clock, ("wall", "model"))
-        _one_of("race_check", race_check, ("off", "record", "raise"))
-        _whole("workers", workers, 1, MAX_WORKERS)
-        if seed is not None:
-            _whole("seed", seed, -(2**63), 2**64 - 1)
-        if max_events is not None:
-            _whole("max_events", max_events, 1, 2**40)
-        if backend not in (None, "cpu"):
-            raise BackendUnavailableError(
-                f"backend: expected None or 'cpu', got {backend!r}; the runtime drives no other "
-                "device yet",
-                argument="backend",
-                seen=backend,
-                expected=(None, "cpu"),
-            )
-        if clock == "model" and self.profile is None:
-            raise ParamInvalidError(
-                "clock: expected 'wall' for a device without a profile, got 'model'; name a "
-                "profile ('A2', 'A3', '950')",
-                argument="clock",
-                seen=clock,
-            )
-        if check_host and race_check == "off":
-            raise ParamInvalidError(
-                "check_host: expected a race check to be on, got race_check='off'",
-                argument="check_host",
-                seen=check_host,
-            )
-        self.backend = "cpu"
-        self.workers = workers
-        self.clock = clock
-        self.race_check = race_check
+        asked = Settings.checked(
+            profile,
+            clock=clock,
+            race_check=race_check,
+            trace=trace,
+            workers=workers,
+            backend=backend,
+            seed=seed,
+            check_host=check_host,
+            max_events=max_events,
+        )
+        self.profile = asked.profile
+        self.backend = asked.backend
+        self.workers = asked.workers
+        self.clock = asked.clock
+        self.race_check = asked.race_check
         self._key = object()
         self._lock = threading.RLock()
-        self._executor = Executor(self._key, seed, self.profile is not None, clock == "model")
-        self._executor.refuse_memory = self._refuse_memory
+        admission = Admission(self._key, self.profile is not None)
+        admission.refuse = partial(refuse, self._key)
+        self._executor = Executor(admission, asked.seed, asked.clock == "model")
         self._executor.graph_wait = join_or_refuse
         self._executor.lock = self._lock
         capacity = -1 if self.profile is None else self.profile.capacity_bytes
@@ -152,23 +117,23 @@ class Device:
         self._sides: weakref.WeakKeyDictionary[Stream, list[Stream]] = weakref.WeakKeyDictionary()
         self._default: Stream | None = None
         self._captures: list[Graph] = []
-        self._threads: list[threading.Thread] = []
-        self._bells: list[Bell] = []
+        self._entered = False
         self._origin = time.monotonic()
         self._trace: Trace | None = None
         self._clock: ModelClock | None = None
         self._race: RaceCheck | None = None
-        if trace or max_events is not None:
-            size = DEFAULT_MAX_EVENTS if max_events is None else max_events
-            self._trace = Trace(size, self._now, self._origin, clock == "model")
-        if clock == "model":
+        if asked.max_events:
+            self._trace = Trace(asked.max_events, self._now, self._origin, clock == "model")
+        if asked.clock == "model":
             assert self.profile is not None
             self._clock = ModelClock(self.profile, self._lock, self._trace)
-        if race_check != "off":
-            self._race = RaceCheck(raising=race_check == "raise", check_host=check_host)
+        if asked.race_check != "off":
+            self._race = RaceCheck(raising=asked.race_check == "raise", check_host=asked.check_host)
         if self._race or self._clock or self._trace:
             self._executor.observer = Observer(self, self._race, self._clock, self._trace)
-            self._executor.observe_start = check_host
+            self._executor.observe_start = asked.check_host
+        self._host = Host(self._clock)
+        self._workers = Workers(self._executor, asked.workers)
         _DEVICES.add(self)
 
     # -- streams, events, graphs
@@ -273,7 +238,7 @@ class Device:
 
     def memory(self, space: str = "device") -> MemoryInfo:
         """Bytes used, the peak and the capacity of a space."""
-        _one_of("space", space, SPACES)
+        one_of("space", space, SPACES)
         ledger = self._ledgers[space]
         capacity = None if ledger.capacity < 0 else ledger.capacity
         return MemoryInfo(ledger.used, ledger.peak, capacity, ledger.allocations, ledger.frees)
@@ -283,26 +248,6 @@ class Device:
             with self._lock:
                 for space in SPACES:
                     self._trace.memory(space, self._ledgers[space].used)
-
-    def _refuse_memory(self, argument: str, owner: object) -> None:
-        """Raise for an argument that a kernel here must not touch."""
-        if isinstance(owner, Buffer):
-            if owner.storage.freed:
-                seen, expected = "a buffer that was freed", "live memory"
-            elif owner.storage.owner is not self._key:
-                seen, expected = "another device's", "memory of the stream's own device"
-            else:
-                seen = "pinned host memory"
-                expected = "device or swapped memory for a kernel (copies may use pinned memory)"
-        else:
-            seen = f"{type(owner).__name__} in pageable host memory"
-            expected = "device or swapped memory for a kernel on a modelled device"
-        raise ParamInvalidError(
-            f"{argument}: expected {expected}, got {seen}",
-            argument=argument,
-            seen=seen,
-            expected=expected,
-        )
 
     def _host_access(self, buffer: Buffer, array: npt.NDArray[Any], mode: str, name: str) -> None:
         race = self._race
@@ -421,7 +366,7 @@ class Device:
         marks = [(stream, stream.mark()) for stream in self.streams]
         await anyio.lowlevel.checkpoint()
         for _, mark in marks:
-            await self._wait(mark)
+            await self._host.wait(mark)
         self._finish(marks)
 
     def synchronize_blocking(self) -> None:
@@ -429,7 +374,7 @@ class Device:
         self._may_wait()
         marks = [(stream, stream.mark()) for stream in self.streams]
         for _, mark in marks:
-            self._wait_blocking(mark)
+            self._host.wait_blocking(mark)
         self._finish(marks)
 
     def _may_wait(self) -> None:
@@ -453,48 +398,6 @@ class Device:
             raise errors[0]
         self._raise_races()
 
-    def _bell(self) -> Bell:
-        try:
-            bells = _BELLS.get()
-        except LookupError:
-            bells = weakref.WeakKeyDictionary()
-            _BELLS.set(bells)
-        bell = bells.get(self)
-        if bell is None:
-            bell = bells[self] = Bell()
-            self._bells.append(bell)
-        return bell
-
-    async def _wait(self, mark: Mark | None) -> None:
-        """Wait for a mark, and for the model to reach it; always a checkpoint."""
-        if mark is None or not mark.pending:
-            await anyio.lowlevel.checkpoint()
-        else:
-            await self._bell().wait(mark)
-        if mark is not None and self._clock is not None:
-            while (node := self._clock.reach(mark.position)) is not None:
-                await self._bell().wait(node)
-
-    def _wait_blocking(self, mark: Mark) -> None:
-        _block(mark)
-        if self._clock is not None:
-            while (node := self._clock.reach(mark.position)) is not None:
-                _block(node)
-
-    def _reached(self, mark: Mark) -> bool:
-        """Whether the host, asking now, finds the mark reached."""
-        clock = self._clock
-        if clock is None:
-            return not mark.pending
-        reached, node = clock.look(mark.position, charge=True)
-        # A host function takes as long as it takes; the model waits for plans and copies only.
-        while node is not None and not clock.calls_under_way:
-            _block(node)
-            reached, node = clock.look(mark.position, charge=False)
-        if reached and mark.pending and not clock.calls_under_way:
-            _block(mark)
-        return reached and not mark.pending
-
     def _host_reached(self, mark: Mark) -> None:
         """The host has waited for a mark: what comes is ordered after it."""
         if mark.dropped:
@@ -510,22 +413,18 @@ class Device:
     # -- life
 
     def _open(self) -> None:
-        if self._executor.is_open or self._threads or self._executor.is_forked:
+        if self._entered or self._executor.is_forked:
             raise StreamError(
                 "device: expected a device that was never entered, got one that was; "
                 "make a new one",
                 argument="device",
             )
+        self._entered = True
         self._origin = time.monotonic()
         if self._trace is not None:
             self._trace._origin = self._origin
         self._executor.open()
-        for i in range(self.workers):
-            thread = threading.Thread(
-                target=self._executor.work, name=f"kvcore-worker-{i}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+        self._workers.start()
 
     def _drop(self) -> None:
         # All at once, and only then what may wake a stream that waits.
@@ -539,43 +438,21 @@ class Device:
 
     def _close(self) -> None:
         """Nothing is queued or running: end the workers and give everything back."""
-        self._executor.stop()
-        for thread in self._threads:
-            thread.join()
+        self._workers.end()
         for storage in list(self._storages):
             storage.release()
-        for bell in self._bells:
-            bell.close()
+        self._host.close()
 
     def _leave_child(self) -> None:
         """In a forked child nothing of this device runs and nobody waits."""
         for storage in list(self._storages):
             storage.release()
 
-    def _settle_model(self) -> None:
-        if self._clock is not None:
-            for mark in self._marks():
-                while (node := self._clock.reach(mark.position)) is not None:
-                    _block(node)
-
     def _raise_unseen(self) -> None:
         failures = list(self._executor.failures)
-        race = None
-        if self._race is not None:
-            race = self._race.error()
+        race = None if self._race is None else self._race.error()
         if failures:
-            first = failures[0]
-            error = StreamError(
-                f"stream {first.stream!r}: {first.operation} failed and nobody was told: "
-                f"{type(first.cause).__name__}: {first.cause}",
-                argument="stream",
-                seen=first.operation,
-            )
-            for failure in failures[1:10]:
-                error.add_note(f"stream {failure.stream!r}: {failure.operation}: {failure.cause}")
-            if race is not None:
-                error.add_note(str(race))
-            raise error from first.cause
+            raise unseen(failures, race)
         if race is not None:
             raise race
 
@@ -596,8 +473,7 @@ class Device:
         try:
             if kind is None:
                 for mark in self._marks():
-                    _block(mark)
-                self._settle_model()
+                    self._host.wait_blocking(mark)
         except BaseException:
             self._drop()
             raise
@@ -606,7 +482,7 @@ class Device:
                 self._drop()
         finally:
             for mark in self._marks():
-                _block(mark)
+                block(mark)
             self._close()
         if kind is None:
             self._raise_unseen()
@@ -629,7 +505,7 @@ class Device:
             if kind is None:
                 await anyio.lowlevel.checkpoint()
                 for mark in self._marks():
-                    await self._wait(mark)
+                    await self._host.wait(mark)
         except BaseException:
             self._drop()
             raise
@@ -639,8 +515,7 @@ class Device:
         finally:
             with anyio.CancelScope(shield=True):
                 for mark in self._marks():
-                    if mark.pending:
-                        await self._bell().wait(mark)
+                    await self._host.wait_for_bytes(mark)
                 self._close()
         if kind is None:
             self._raise_unseen()
@@ -650,57 +525,12 @@ class Device:
         return f"Device({name}, clock={self.clock!r}, {len(self._streams)} streams)"
 
 
-def _block(thing: Waitable) -> None:
-    """Hold this thread until it has happened."""
-    lock = allocate_lock()
-    lock.acquire()
-    waiter = Waiter(lock.release)
-    if thing.add(waiter):
-        try:
-            lock.acquire()
-        finally:
-            thing.discard(waiter)
-
-
-def _profile(profile: object) -> DeviceProfile | None:
-    if profile is None or isinstance(profile, DeviceProfile):
-        return profile
-    if isinstance(profile, str):
-        return DeviceProfile.named(profile)
-    raise ParamInvalidError(
-        f"profile: expected a profile's name, a DeviceProfile or None, got {profile!r}",
-        argument="profile",
-        seen=profile,
-    )
-
-
-def _one_of(argument: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ParamInvalidError(
-            f"{argument}: expected one of {', '.join(allowed)}, got {value!r}",
-            argument=argument,
-            seen=value,
-            expected=allowed,
-        )
-
-
-def _whole(argument: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ParamInvalidError(
-            f"{argument}: expected a whole number from {low} to {high}, got {value!r}",
-            argument=argument,
-            seen=value,
-        )
-
-
 def _after_fork() -> None:
     """The child has the devices of its parent, but not their threads."""
     for device in list(_DEVICES):
         device._executor.forked()
         device._lock = threading.RLock()
-        for bell in device._bells:
-            bell.abandon()
-        device._bells.clear()
+        device._host.abandon()
 
 
 os.register_at_fork(after_in_child=_after_fork)

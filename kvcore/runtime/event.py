@@ -7,12 +7,14 @@ synchronise means the last record made before it, as in CUDA and as for ACL's Ex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvcore.errors import ParamInvalidError, StreamError
 from kvcore.runtime._queue import EventCore
 
 if TYPE_CHECKING:
+    from kvcore.errors import RaceError
     from kvcore.runtime._marks import Failure, Mark
     from kvcore.runtime.device import Device
     from kvcore.runtime.stream import Stream
@@ -59,7 +61,7 @@ class Event(EventCore):
         if mark is None:
             return True
         self._no_capture(mark)
-        if not self.device._reached(mark):
+        if not self.device._host.finds(mark):
             return False
         self._finish(mark)
         return True
@@ -74,7 +76,7 @@ class Event(EventCore):
         mark = self.mark
         if mark is not None:
             self._no_capture(mark)
-        await self.device._wait(mark)
+        await self.device._host.wait(mark)
         if mark is not None:
             self._finish(mark)
 
@@ -84,7 +86,7 @@ class Event(EventCore):
         mark = self.mark
         if mark is not None:
             self._no_capture(mark)
-            self.device._wait_blocking(mark)
+            self.device._host.wait_blocking(mark)
             self._finish(mark)
 
     def elapsed_time(self, other: object) -> float:
@@ -149,4 +151,21 @@ def failed(failure: Failure, what: str) -> StreamError:
         seen=failure.operation,
     )
     error.__cause__ = failure.cause
+    return error
+
+
+def unseen(failures: Sequence[Failure], race: RaceError | None) -> StreamError:
+    """What is raised when a device is left with failures that no host was told of."""
+    first = failures[0]
+    error = StreamError(
+        f"stream {first.stream!r}: {first.operation} failed and nobody was told: "
+        f"{type(first.cause).__name__}: {first.cause}",
+        argument="stream",
+        seen=first.operation,
+    )
+    for failure in failures[1:10]:
+        error.add_note(f"stream {failure.stream!r}: {failure.operation}: {failure.cause}")
+    if race is not None:
+        error.add_note(str(race))
+    error.__cause__ = first.cause
     return error

@@ -405,3 +405,24 @@ def array_of(x: object, argument: str, device: Device) -> npt.NDArray[Any]:
             expected="a buffer or an array",
         )
     return found
+
+
+def refuse(key: object, argument: str, owner: object) -> None:
+    """Raise for an argument that a kernel of the device with this key must not touch."""
+    if isinstance(owner, Buffer):
+        if owner.storage.freed:
+            seen, expected = "a buffer that was freed", "live memory"
+        elif owner.storage.owner is not key:
+            seen, expected = "another device's", "memory of the stream's own device"
+        else:
+            seen = "pinned host memory"
+            expected = "device or swapped memory for a kernel (copies may use pinned memory)"
+    else:
+        seen = f"{type(owner).__name__} in pageable host memory"
+        expected = "device or swapped memory for a kernel on a modelled device"
+    raise ParamInvalidError(
+        f"{argument}: expected {expected}, got {seen}",
+        argument=argument,
+        seen=seen,
+        expected=expected,
+    )

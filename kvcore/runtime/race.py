@@ -32,8 +32,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import RaceError
-from kvcore.runtime._shadow import HIT_WRITE, Shadow, Vector
+from kvcore.runtime._shadow import HIT_WRITE, Shadow
 from kvcore.runtime._storage import BufferCore
+from kvcore.runtime._vectors import Vector
 from kvcore.runtime.copies import ranges_of
 
 if TYPE_CHECKING:

@@ -109,7 +109,7 @@ class Stream(Queue):
         self._may_wait("wait for work")
         self.launch(plan)
         mark = self.mark()
-        await self.device._wait(mark)
+        await self.device._host.wait(mark)
         self._finish(mark, always=True)
 
     # -- order
@@ -149,7 +149,7 @@ class Stream(Queue):
         """
         self._may_wait("query a stream")
         mark = self.mark()
-        if not self.device._reached(mark):
+        if not self.device._host.finds(mark):
             return False
         self._finish(mark, always=False)
         return True
@@ -163,7 +163,7 @@ class Stream(Queue):
         """
         self._may_wait("synchronise")
         mark = self.mark()
-        await self.device._wait(mark)
+        await self.device._host.wait(mark)
         self._finish(mark, always=False)
 
     def synchronize_blocking(self) -> None:
@@ -173,7 +173,7 @@ class Stream(Queue):
         """
         self._may_wait("synchronise")
         mark = self.mark()
-        self.device._wait_blocking(mark)
+        self.device._host.wait_blocking(mark)
         self._finish(mark, always=False)
 
     @property

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Span", "StreamUse", "Summary", "Trace"]
 
-DEFAULT_MAX_EVENTS = 1_000_000
-
 
 class Span(NamedTuple):
     """One operation: microseconds since the device was opened, and payload bytes."""

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may touch what: the look at a plan's memory before it is queued.
+
+On a device with a profile a kernel reaches device and swapped memory of that device only; without
+one it reaches any array.  What a type of plan tells of its memory is learnt once.
+"""
+
+cimport cython
+
+from kvcore.runtime._storage cimport BufferCore, Storage
+
+from kvcore.errors import ParamInvalidError
+
+
+@cython.final
+cdef class Admission:
+    """The memory rules of one device.
+
+    key:      what the device's own storages carry.
+    modelled: whether the device has a profile.
+    refuse:   called with (argument, owner) of memory that a kernel must not touch; raises.
+    """
+
+    def __init__(self, object key, bint modelled):
+        self.key = key
+        self.modelled = modelled
+        self.types = {}
+
+    cdef int learn(self, object plan) except -1:
+        """What plans of this type tell: nothing, accesses, or a tuple of arrays as well."""
+        cdef int told = 0
+        kind = type(plan)
+        if kind is type or not callable(getattr(plan, "run", None)):
+            raise ParamInvalidError(
+                f"plan: expected an object with run(), got {kind.__name__}",
+                argument="plan", seen=kind.__name__, expected="a plan",
+            )
+        if hasattr(plan, "reads") and hasattr(plan, "writes"):
+            told = 2 if isinstance(getattr(plan, "arrays", None), tuple) else 1
+        self.types[kind] = told
+        return told
+
+    cdef int admit(self, object plan) except -1:
+        """Raise when the plan touches memory that it must not."""
+        cdef object found = self.types.get(type(plan))
+        cdef int told = self.learn(plan) if found is None else found
+        if told == 2:
+            # Accesses may be dear to make; only the owners matter here.
+            for owner in plan.arrays:
+                if owner is not None and not self.reachable(owner):
+                    break
+            else:
+                return 0
+        if told:
+            self.admit_all(plan.reads)
+            self.admit_all(plan.writes)
+        return 0
+
+    cdef bint reachable(self, object owner) noexcept:
+        cdef Storage storage
+        if isinstance(owner, BufferCore):
+            storage = (<BufferCore>owner).storage
+            return (not storage.freed and storage.owner is self.key
+                    and not (self.modelled and storage.space == "host"))
+        return not self.modelled
+
+    cdef int admit_all(self, object accesses) except -1:
+        for access in accesses:
+            if not self.reachable(access.owner):
+                self.refuse(access.argument, access.owner)
+        return 0
