@@ -6,8 +6,7 @@ from kvcore.offload.device_pool import DevicePool, Selection
 from kvcore.offload.id_traces import hit_rate, read_ids, write_ids
 from kvcore.offload.id_traces_synthetic import ScoreModel, TurnoverIds, score_trace
 from kvcore.offload.manager import OffloadEvent, OffloadManager, StorePlan
-from kvcore.offload.model_profiles import MODEL_PROFILES, ModelFigure, ModelProfile
-from kvcore.offload.models import MODELS, ModelShape, model_shape
+from kvcore.offload.models import MODELS, ModelFigure, ModelProfile, ModelShape
 from kvcore.offload.pool import BlockPool
 from kvcore.offload.prefill import PrefillOffloader
 from kvcore.offload.replay import Replay, slot_mapping
@@ -20,7 +19,6 @@ from kvcore.offload.traces import TraceRequest, read_trace
 __all__ = [
     "LAYOUTS",
     "MODELS",
-    "MODEL_PROFILES",
     "BlockPool",
     "DevicePool",
     "Mismatch",
@@ -42,7 +40,6 @@ __all__ = [
     "TurnoverIds",
     "generate_trace",
     "hit_rate",
-    "model_shape",
     "read_ids",
     "read_trace",
     "score_trace",

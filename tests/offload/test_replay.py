@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 
 import kvcore
 from kvcore.errors import DeviceOutOfMemoryError, ParamInvalidError
-from kvcore.offload import MODELS, ModelShape, Replay, TraceRequest, generate_trace, slot_mapping
+from kvcore.offload import (
+    ModelProfile,
+    ModelShape,
+    Replay,
+    TraceRequest,
+    generate_trace,
+    slot_mapping,
+)
 from kvcore.offload.content import expected_row
 from kvcore.offload.scheduler import Running
 
@@ -122,6 +129,7 @@ def test_every_byte_of_every_request_is_right(layout: str, data: st.DataObject) 
 
 
 SMALL = ModelShape("small", 2, 2, 16, 32)
+TINY = ModelProfile.named("tiny").shape
 
 
 @pytest.mark.parametrize("layout", ["Norm", "NHSD", "PA_NZ"])
@@ -156,9 +164,7 @@ def test_preemption_and_copy_on_write_lose_nothing(layout: str) -> None:
 
 def test_a_generated_trace_is_served_whole_and_the_same_way_twice() -> None:
     requests = list(generate_trace(12, seed=5))
-    one, two = (
-        Replay(requests, MODELS["tiny"], num_blocks=1100, seed=5).run().to_dict() for _ in range(2)
-    )
+    one, two = (Replay(requests, TINY, num_blocks=1100, seed=5).run().to_dict() for _ in range(2))
     for result in (one, two):
         assert result["verified"] == {"samples": 1000, "mismatches": []}
         assert result["requests"] == {"total": 12, "finished": 12}
@@ -328,7 +334,7 @@ def test_bad_shapes(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "token_bytes"),
-    [("tiny", 1024), ("llama-3-8b", 131_072), ("deepseek-mla", 61 * 576 * 2)],
+    [("tiny", 1024), ("llama-3-8b", 131_072), ("deepseek-v3.2", 61 * 576 * 2)],
 )
 def test_bytes_of_a_token(name: str, token_bytes: int) -> None:
-    assert MODELS[name].token_bytes == token_bytes
+    assert ModelProfile.named(name).shape.token_bytes == token_bytes

@@ -18,7 +18,7 @@ import pytest
 
 import kvcore
 from kvcore.cli import main
-from kvcore.offload import MODELS
+from kvcore.offload import MODELS, ModelProfile
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "conversation_trace.jsonl"
 PROGRAM = [sys.executable, "-c", "import sys; from kvcore.cli import main; sys.exit(main())"]
@@ -129,7 +129,7 @@ def test_layouts_and_numbers_for_a_model(
 def test_models_by_name(model: str, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = ["--blocks", "11", "--layers", "1", "--verify-samples", "20"]
     result = run_json(capsys, trace, "--model", model, *blocks)
-    assert result["model"]["token_bytes"] == MODELS[model].token_bytes // MODELS[model].num_layers
+    assert result["model"]["token_bytes"] == ModelProfile.named(model).row_bytes
 
 
 def test_key_only(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +147,7 @@ def test_cache_size_in_mebibytes(trace: str, capsys: pytest.CaptureFixture[str])
     ("arguments", "message"),
     [
         (["--modle", "tiny"], "unknown option --modle; did you mean --model? allowed: --help,"),
-        (["--model", "gpt"], "argument --model: invalid choice: 'gpt' (choose from 'tiny', 'llama"),
+        (["--model", "gpt"], "model: expected one of tiny, tiny-sparse, llama-3-8b, llama"),
         (["--layout", "ND"], "argument --layout: invalid choice: 'ND' (choose from 'Norm', 'NHSD'"),
         (["--dtype", "bf16"], "argument --dtype: invalid choice: 'bf16' (choose from 'float16'"),
         (["--progress", "x"], "invalid choice: 'x' (choose from 'auto', 'bar', 'lines', 'none')"),

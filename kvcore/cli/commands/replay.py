@@ -72,9 +72,9 @@ def register(subparsers: Subparsers[Parser]) -> None:
     model.add_argument(
         "--model",
         metavar="NAME",
-        choices=list(MODELS),
         default="tiny",
-        help="%(choices)s (default: %(default)s); the figures below replace the model's",
+        help=f"{', '.join(MODELS)}, or a .toml or config.json file (default: %(default)s);"
+        " the figures below replace the model's",
     )
     for option, low, high, meaning in (
         ("--layers", 1, MAX_LAYERS, "layers, each with caches of its own"),
@@ -152,16 +152,9 @@ def run(namespace: argparse.Namespace) -> int:
     """Read or generate the trace, serve it, print what came of it."""
     from kvcore.cli.interrupt import Interrupt
     from kvcore.cli.progress import progress_of
-    from kvcore.offload import Replay, model_shape
+    from kvcore.offload import Replay
 
-    shape = model_shape(
-        namespace.model,
-        num_layers=namespace.layers,
-        num_heads=namespace.num_heads,
-        head_size=namespace.head_size,
-        value_head_size=namespace.value_head_size,
-        dtype=namespace.dtype,
-    )
+    shape = _shape(namespace)
     num_blocks = _num_blocks(namespace, shape)
     source, requests = _requests(namespace)
     replay = Replay(
@@ -190,6 +183,25 @@ def run(namespace: argparse.Namespace) -> int:
     if not report.ok:
         return status.FAILED
     return status.INTERRUPTED if report.interrupted else status.OK
+
+
+def _shape(namespace: argparse.Namespace) -> ModelShape:
+    from dataclasses import replace
+
+    from kvcore.offload import ModelProfile
+
+    model = ModelProfile.find(namespace.model)
+    changes = {
+        field: getattr(namespace, option)
+        for field, option in (
+            ("num_layers", "layers"), ("num_heads", "num_heads"), ("head_size", "head_size"),
+            ("value_head_size", "value_head_size"), ("dtype", "dtype"),
+        )
+        if getattr(namespace, option) is not None
+    }  # fmt: skip
+    if not changes:
+        return model.shape
+    return replace(model.shape, name=f"{model.name}, changed", **changes)
 
 
 def _num_blocks(namespace: argparse.Namespace, shape: ModelShape) -> int:
