@@ -262,11 +262,13 @@ def _changes(
     for by in factors:
         for key in d.model.assumed():
             if key.startswith("step_") and key != "step_fixed":  # that one is calibrated
-                model = d.model.replace(**{key: number(d.model[key]) * by})
+                values: dict[str, Any] = {key: number(d.model[key]) * by}
+                model = d.model.replace(**values)
                 yield (f"model {key}", by), replace(d, model=model), rates
         for key in SERVE_FIGURES:
             if d.device[key].basis == "assumed":
-                device = d.device.replace(**{key: number(d.device[key]) * by})
+                values = {key: number(d.device[key]) * by}
+                device = d.device.replace(**values)
                 yield (f"device {key}", by), replace(d, device=device), rates
         for key, figure in d.figures.items():
             if figure.basis == "assumed":
