@@ -23,6 +23,7 @@ ctypedef struct View:
 
 cdef int read_view(object obj, str name, View* view, list keep) except -1
 cdef int compare(object obj, str name, const View* view) except -1
+cdef int64_t* int64_data(object array) except NULL
 cdef ArrayInfo info_of(object obj, str name, const View* view)
 
 cdef class ArrayInfo:

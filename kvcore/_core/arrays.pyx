@@ -314,6 +314,13 @@ cdef int compare(object obj, str name, const View* view) except -1:
     return foreign | (SAME if same(&now, view) else CHANGED)
 
 
+cdef int64_t* int64_data(object array) except NULL:
+    """Where the numbers of a numpy array of int64 lie that the caller has just made."""
+    if mirror_is_right:
+        return <int64_t*>(<kv_ndarray*><PyObject*>array).data
+    return <int64_t*><size_t>array.ctypes.data
+
+
 cdef class ArrayInfo:
     """What an operator's checks see of one array.
 

@@ -3,8 +3,6 @@
 
 from libc.stdint cimport int64_t
 
-import numpy
-
 from kvcore._core.paged cimport PagedSpec
 from kvcore._core.plan cimport Plan
 from kvcore._kernels.scan cimport load_indices
@@ -123,8 +121,7 @@ cdef class GatherSpec(PagedSpec):
             found = [], []
         else:
             found = self.row_accesses(plan, 0)
-        for i in (self.table_arg, self.length_arg, self.offset_arg):
-            extent = None if i < 0 else plan.extent(i)
-            if extent is not None:
-                found[0].append((i, numpy.array([extent], numpy.int64)))
+        self.add_extent(plan, found[0], self.table_arg)
+        self.add_extent(plan, found[0], self.length_arg)
+        self.add_extent(plan, found[0], self.offset_arg)
         return found

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcore._core import spans
 from kvcore.errors import fail
 
 __all__ = ["Access", "check_apart", "check_self", "extents", "merge", "named"]
@@ -125,6 +126,8 @@ def check_self(info: Any) -> None:
 
 def merge(starts: NDArray[np.int64], nbytes: NDArray[np.int64] | int) -> NDArray[np.int64]:
     """Ranges [n, 2] from starts and lengths: ascending, touching ones merged."""
+    if isinstance(nbytes, int):
+        return spans.merge(starts.reshape(-1), nbytes)
     if starts.size == 0:
         return np.empty((0, 2), np.int64)
     ends = starts + nbytes

@@ -22,7 +22,6 @@ cdef class PagedSpec(Spec):
 
     cdef int load(self, Plan plan) except -1
     cdef int run_lanes(self, Plan plan, int64_t page_offset) except -1
-    cdef object slots_of(self, Plan plan)
 
 cdef class SlotSpec(PagedSpec):
     cdef int slot_arg

@@ -5,15 +5,12 @@ A PagedSpec knows its lanes (where tokens and slots lie) and gets one slot per t
 load(); the rest, loading, range check, threads, kernel, is the same for every operator.
 """
 
-from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
 
-import numpy
-
-from kvcore._core import ranges
 from kvcore._core.plan cimport Plan, Spec
-from kvcore._kernels.rows cimport kv_lane, rows_job, run_rows
+from kvcore._core.spans cimport Spans, spans_for
+from kvcore._kernels.rows cimport kv_lane, kv_page, kv_tok, rows_job, run_rows
 from kvcore._kernels.scan cimport (
     first_at_or_above,
     has_repeats,
@@ -53,22 +50,72 @@ cdef int fill_lane(lane_plan* out, object lane, object block_size, object num_sl
     return 0
 
 
-cdef dict lane_numbers(const kv_lane* lane):
+cdef int64_t pieces_of(const kv_lane* lane) noexcept:
+    # Pieces of one token.
+    cdef int64_t pieces = 1
     cdef int i
-    return {
-        "levels": lane.levels,
-        "bytes": lane.bytes,
-        "n": [lane.n[i] for i in range(lane.levels)],
-        "tok_step": [lane.tok_step[i] for i in range(lane.levels)],
-        "page_step": [lane.page_step[i] for i in range(lane.levels)],
-        "tok_inner": lane.tok_inner,
-        "tok_outer_stride": lane.tok_outer_stride,
-        "tok_stride": lane.tok_stride,
-        "block_size": lane.block_size,
-        "block_stride": lane.block_stride,
-        "row_stride": lane.row_stride,
-        "flat": lane.flat,
-    }
+    for i in range(lane.levels):
+        pieces *= lane.n[i]
+    return pieces
+
+
+cdef void add_pieces(
+    Spans spans, const kv_lane* lane, const int64_t* steps, int64_t start
+) noexcept:
+    cdef int64_t i, j, k, at
+    if lane.levels == 0:
+        spans.add(start, lane.bytes)
+        return
+    for i in range(lane.n[0]):
+        at = start + i * steps[0]
+        if lane.levels == 1:
+            spans.add(at, lane.bytes)
+            continue
+        for j in range(lane.n[1]):
+            if lane.levels == 2:
+                spans.add(at + j * steps[1], lane.bytes)
+                continue
+            for k in range(lane.n[2]):
+                spans.add(at + j * steps[1] + k * steps[2], lane.bytes)
+
+
+cdef object lane_ranges(
+    const kv_lane* lane, const int64_t* slots, int64_t n_tokens, int64_t used, bint paged
+):
+    """Ranges of the tokens that have a slot, on either side."""
+    cdef Spans spans = spans_for(used, pieces_of(lane))
+    cdef int64_t i
+    for i in range(n_tokens):
+        if slots[i] < 0:
+            continue
+        if paged:
+            add_pieces(spans, lane, lane.page_step, <int64_t>kv_page(lane, slots[i]))
+        else:
+            add_pieces(spans, lane, lane.tok_step, <int64_t>kv_tok(lane, i))
+    return spans.ranges()
+
+
+cdef int64_t count_pieces(
+    const kv_lane* lane, const int64_t* slots, int64_t n_tokens, int64_t used
+) noexcept:
+    # Contiguous pieces that a run copies in one lane, neighbours joined as the kernel does.
+    cdef int64_t i, joined = 0
+    if lane.levels:
+        return used * pieces_of(lane)
+    if lane.tok_inner or lane.tok_stride != lane.bytes or lane.row_stride != lane.bytes:
+        return used
+    for i in range(1, n_tokens):
+        if slots[i] > 0 and slots[i] == slots[i - 1] + 1:
+            if lane.flat or slots[i] % lane.block_size != 0:
+                joined += 1
+    return used - joined
+
+
+cdef int64_t count_used(const int64_t* slots, int64_t n_tokens) noexcept:
+    cdef int64_t i, used = 0
+    for i in range(n_tokens):
+        used += slots[i] >= 0
+    return used
 
 
 cdef class PagedSpec(Spec):
@@ -158,21 +205,15 @@ cdef class PagedSpec(Spec):
 
     def moved(self, Plan plan):
         cdef int i
+        cdef int64_t used
         if self.num_tokens == 0 or self.token_bytes == 0:
             return 0, 0
-        slots = self.slots_of(plan)
-        used = slots[slots >= 0]
+        used = count_used(plan.scratch, self.num_tokens)
         pieces = 0
         for i in range(self.n_lanes):
             if self.lanes[i].lane.token_bytes:
-                pieces += ranges.count_pieces(lane_numbers(&self.lanes[i].lane), slots)
-        return used.size * int(self.token_bytes), pieces
-
-    cdef object slots_of(self, Plan plan):
-        """A copy of the slots of the last run."""
-        return numpy.frombuffer(
-            PyBytes_FromStringAndSize(<char*>plan.scratch, self.num_tokens * 8), numpy.int64
-        )
+                pieces += count_pieces(&self.lanes[i].lane, plan.scratch, self.num_tokens, used)
+        return int(used) * int(self.token_bytes), pieces
 
     def accesses(self, Plan plan):
         if self.num_tokens == 0 or self.token_bytes == 0:
@@ -180,18 +221,22 @@ cdef class PagedSpec(Spec):
         return self.row_accesses(plan, 0)
 
     def row_accesses(self, Plan plan, int64_t page_offset):
-        cdef int i
-        slots = self.slots_of(plan)
+        cdef int i, tok, page
+        cdef int64_t used = count_used(plan.scratch, self.num_tokens)
         linear, paged = [], []
         cdef kv_lane lane
         for i in range(self.n_lanes):
             lane = self.lanes[i].lane
             if lane.token_bytes == 0:
                 continue
-            tok = <size_t>plan.views[self.lanes[i].tok_arg].data + self.lanes[i].tok_offset
-            page = <size_t>plan.views[self.lanes[i].page_arg].data + page_offset
-            linear.append((self.lanes[i].tok_arg, ranges.linear(lane_numbers(&lane), tok, slots)))
-            paged.append((self.lanes[i].page_arg, ranges.paged(lane_numbers(&lane), page, slots)))
+            tok = self.lanes[i].tok_arg
+            page = self.lanes[i].page_arg
+            lane.tok = plan.views[tok].data + self.lanes[i].tok_offset
+            lane.page = plan.views[page].data + page_offset
+            linear.append(
+                (tok, lane_ranges(&lane, plan.scratch, self.num_tokens, used, False))
+            )
+            paged.append((page, lane_ranges(&lane, plan.scratch, self.num_tokens, used, True)))
         return (paged, linear) if self.gathers else (linear, paged)
 
 
@@ -222,9 +267,8 @@ cdef class SlotSpec(PagedSpec):
 
     def accesses(self, Plan plan):
         found = PagedSpec.accesses(self, plan)
-        extent = plan.extent(self.slot_arg)
-        if extent is not None and self.token_bytes:  # without bytes a token the slots are not read
-            found[0].append((self.slot_arg, numpy.array([extent], numpy.int64)))
+        if self.token_bytes:  # without bytes a token the slots are not read
+            self.add_extent(plan, found[0], self.slot_arg)
         return found
 
 
@@ -334,8 +378,7 @@ cdef class AppendSpec(PagedSpec):
             found = [], []
         else:
             found = self.row_accesses(plan, self.page_offset(plan))
-        for i in (self.layer_arg, self.offset_arg, self.length_arg):
-            extent = plan.extent(i)
-            if extent is not None:
-                found[0].append((i, numpy.array([extent], numpy.int64)))
+        self.add_extent(plan, found[0], self.layer_arg)
+        self.add_extent(plan, found[0], self.offset_arg)
+        self.add_extent(plan, found[0], self.length_arg)
         return found

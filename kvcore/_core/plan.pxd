@@ -17,6 +17,7 @@ cdef class Spec:
     cdef object execute(self, Plan plan)
     cdef object check_values(self, Plan plan)
     cdef int warn_of_values(self, Plan plan) except -1
+    cdef int add_extent(self, Plan plan, list side, int i) except -1
 
 cdef class Plan:
     cdef readonly Operator operator

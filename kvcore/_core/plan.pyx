@@ -22,6 +22,7 @@ import numpy
 from kvcore import soc as _soc, threads as _threads
 from kvcore._core import overlap, portability, settings
 from kvcore._core.arrays cimport CHANGED, FOREIGN, ON_DEVICE, View, compare, info_of, read_view
+from kvcore._core.spans cimport one_range
 from kvcore.errors import ParamInvalidError, StreamError
 
 cdef extern from "unistd.h":
@@ -39,6 +40,7 @@ cdef enum:  # Plan.state
     LENT    # the backend is running: it may call the plan's own methods
 
 cdef object NDARRAY = numpy.ndarray
+cdef object ACCESS = overlap.Access
 cdef object SOC_VAR = _soc.CURRENT
 cdef object BACKEND_VAR = settings.BACKEND
 cdef int usable_cores = _threads.usable_cores()
@@ -75,6 +77,23 @@ cdef extern from *:
     void release "kv_release"(PyObject* o)
 
 
+cdef object named(Plan plan, list side):
+    """Access tuples by argument from (argument index, ranges) pairs."""
+    cdef list ranges = [None] * plan.operator.n_arrays
+    cdef int i
+    for i, found in side:
+        if not len(found):
+            continue
+        if ranges[i] is not None:
+            return overlap.named(plan, side)
+        ranges[i] = found
+    return tuple([
+        tuple.__new__(ACCESS, (plan.operator.arguments[i], plan.arrays[i], ranges[i]))
+        for i in range(plan.operator.n_arrays)
+        if ranges[i] is not None
+    ])
+
+
 cdef class Spec:
     """What a signature resolves to: kernels and their numbers, no arrays."""
 
@@ -99,6 +118,15 @@ cdef class Spec:
         """What a load ends with: the contents are checked, and may be fine here but not there."""
         if self.value_quirks is not None:
             self.value_quirks(plan)
+        return 0
+
+    cdef int add_extent(self, Plan plan, list side, int i) except -1:
+        """Add the whole of argument i to what accesses() returns; nothing when i is below 0."""
+        if i >= 0 and plan.views[i].rank >= 0 and plan.views[i].high != plan.views[i].low:
+            side.append((i, one_range(
+                <int64_t>plan.views[i].data + plan.views[i].low,
+                <int64_t>plan.views[i].data + plan.views[i].high,
+            )))
         return 0
 
     def workspace_size(self, Plan plan):
@@ -291,7 +319,7 @@ cdef class Plan:
         found = self.spec.accesses(self) if self.last is not None else None
         if found is None:
             return self.reads, self.writes
-        return tuple([overlap.named(self, side) for side in found])
+        return named(self, found[0]), named(self, found[1])
 
     def extent(self, int i):
         """(first, one past the last) byte address of argument i, or None."""

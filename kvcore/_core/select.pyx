@@ -5,7 +5,6 @@ What a run plans lies in the plan's scratch memory and stays there, so that touc
 afterwards which rows were read and written.
 """
 
-from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memset
 
@@ -13,6 +12,7 @@ import numpy
 
 from kvcore._core import selected
 from kvcore._core.plan cimport Plan, Spec
+from kvcore._core.spans cimport Spans, spans_for
 from kvcore._kernels.blocks cimport block_lane, blocks_job, paged_side, run_blocks
 from kvcore._kernels.isa cimport streaming_threshold
 from kvcore._kernels.scan cimport load_indices
@@ -23,11 +23,14 @@ from kvcore._kernels.select cimport (
     LENGTH,
     NO_FAULT,
     EXCHANGE,
+    FROM_LAST,
     NO_SWAP,
     READ,
+    TO_LAST,
     divisor,
     divisor_of,
     index_rows,
+    place_slot,
     plan_rows,
     scratch_bytes,
     select_job,
@@ -328,33 +331,23 @@ cdef class SelectSpec(Spec):
 
     def accesses(self, Plan plan):
         cdef select_job job
-        rows = ops = used = b""
+        cdef block_lane lane
+        cdef int i
+        reads, writes = [], []
         if self.n_rows:
             self.lay_out(plan, &job)
-            rows = PyBytes_FromStringAndSize(
-                <char*>job.rows, self.n_rows * <int64_t>sizeof(select_row)
-            )
-            ops = PyBytes_FromStringAndSize(
-                <char*>job.ops, self.n_rows * self.topk * <int64_t>sizeof(select_op)
-            )
-            used = PyBytes_FromStringAndSize(<char*>job.used, self.n_rows * self.topk * 8)
-        reads, writes = [], []
-        for i in range(self.n_lanes):
-            here, full = side_numbers(&self.lanes[i].here), side_numbers(&self.lanes[i].full)
-            here["base"] = <size_t>plan.views[self.lane_args[i][0]].data
-            full["base"] = <size_t>plan.views[self.lane_args[i][1]].data
-            read_here, read_full, written = selected.lane_ranges(
-                rows, ops, used, self.topk, self.block, here, full, self.lanes[i].pieces,
-                self.lanes[i].bytes,
-            )
-            reads += [(self.lane_args[i][0], read_here), (self.lane_args[i][1], read_full)]
-            writes.append((self.lane_args[i][0], written))
+            for i in range(self.n_lanes):
+                lane = self.lanes[i]
+                if lane.pieces == 0 or lane.bytes == 0:
+                    continue
+                attach(plan, &lane.here, self.lane_args[i][0])
+                attach(plan, &lane.full, self.lane_args[i][1])
+                read_here, read_full, written = lane_ranges(&job, &lane)
+                reads += [(self.lane_args[i][0], read_here), (self.lane_args[i][1], read_full)]
+                writes.append((self.lane_args[i][0], written))
         for i in range(6):
-            extent = plan.extent(self.args[i])
-            if extent is not None:
-                reads.append((self.args[i], numpy.array([extent], numpy.int64)))
-                if i == 1:
-                    writes.append((self.args[i], reads[len(reads) - 1][1]))
+            self.add_extent(plan, reads, self.args[i])
+        self.add_extent(plan, writes, self.args[1])
         return reads, writes
 
 
@@ -383,13 +376,52 @@ cdef void attach(Plan plan, paged_side* side, int argument) noexcept:
     side.hi = side.base + plan.views[argument].high
 
 
-cdef dict side_numbers(const paged_side* side):
-    return {
-        "page": side.page,
-        "block_stride": side.block_stride,
-        "row_stride": side.row_stride,
-        "step": side.step,
-    }
+cdef void add_block(
+    Spans spans, const paged_side* side, int64_t slot, int64_t tokens, const block_lane* lane
+) noexcept:
+    cdef int64_t t, i, start
+    for t in range(slot, slot + tokens):
+        start = <int64_t>side.base + t // side.page * side.block_stride \
+            + t % side.page * side.row_stride
+        for i in range(lane.pieces):
+            spans.add(start + i * side.step, lane.bytes)
+
+
+cdef tuple lane_ranges(const select_job* job, const block_lane* lane):
+    """Ranges (read in the selection, read in the full cache, written in the selection)."""
+    cdef int64_t r, i, tokens, moved = 0, fetched = 0, swapped = 0
+    cdef const select_row* row
+    cdef const select_op* op
+    cdef const int64_t* used
+    cdef Spans here, full, written
+    for r in range(job.n_rows):
+        row = &job.rows[r]
+        for i in range(row.n_ops):
+            fetched += job.ops[r * job.topk + i].kind == READ
+            moved += job.ops[r * job.topk + i].kind != READ
+        swapped += 0 if row.swap == NO_SWAP else 2 if row.swap == EXCHANGE else 1
+    here = spans_for((moved + swapped) * job.block, lane.pieces)
+    full = spans_for(fetched * job.block, lane.pieces)
+    written = spans_for((moved + fetched + swapped) * job.block, lane.pieces)
+    for r in range(job.n_rows):
+        row = &job.rows[r]
+        used = job.used + r * job.topk
+        for i in range(row.n_ops):
+            op = job.ops + r * job.topk + i
+            tokens = row.tail if i == row.partial else job.block
+            if op.kind == READ:
+                add_block(full, &lane.full, op.src, tokens, lane)
+            else:
+                add_block(here, &lane.here, op.src, job.block, lane)
+            add_block(written, &lane.here, place_slot(job, used, op.place), tokens, lane)
+        # Swapped blocks are whole.
+        if row.swap == EXCHANGE or row.swap == TO_LAST:
+            add_block(here, &lane.here, row.swap_slot, job.block, lane)
+            add_block(written, &lane.here, row.last_slot, job.block, lane)
+        if row.swap == EXCHANGE or row.swap == FROM_LAST:
+            add_block(here, &lane.here, row.last_slot, job.block, lane)
+            add_block(written, &lane.here, row.swap_slot, job.block, lane)
+    return here.ranges(), full.ranges(), written.ranges()
 
 
 cdef int64_t copied_tokens(const select_job* job, int64_t r) noexcept:

@@ -30,5 +30,5 @@ cdef class WindowsSpec(Spec):
     cdef bint empty(self) noexcept
     cdef void point(self, Plan plan, windows_job* job) noexcept
     cdef int64_t scratch_numbers(self) noexcept
-    cdef object runs_of(self, Plan plan)
+    cdef void last_run(self, Plan plan, windows_job* job) noexcept
     cdef int load(self, Plan plan, totals_t* totals) except -1

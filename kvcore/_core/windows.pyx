@@ -11,15 +11,13 @@ Rope, Omni) have that form:
     Rope, Omni at o == -1  [nothing)  window is empty           tokens [0, n)
 """
 
-from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport INT64_MAX, int64_t
 from libc.string cimport memset
 
-import numpy
-
-from kvcore._core import window_ranges
 from kvcore._core.plan cimport Plan, Spec
+from kvcore._core.spans cimport Spans, spans_for
 from kvcore._kernels.isa cimport streaming_threshold
+from kvcore._kernels.rows cimport kv_page
 from kvcore._kernels.scan cimport load_indices
 from kvcore._kernels.windows cimport pick_mean, run_windows, window_lane, windows_job
 
@@ -212,48 +210,126 @@ cdef class WindowsSpec(Spec):
         # No run writes more rows than its batch has tokens: a mean stands for at least one.
         return self.num_tokens * int(self.token_bytes)
 
+    cdef void last_run(self, Plan plan, windows_job* job) noexcept:
+        """What the last run did."""
+        cdef int k
+        memset(job, 0, sizeof(windows_job))
+        self.point(plan, job)
+        job.n_lanes = self.n_lanes
+        for k in range(self.n_lanes):
+            job.lanes[k] = self.lanes[k]
+            place(plan, self.tok_arg[k], self.page_arg[k], &job.lanes[k])
+
     def moved(self, Plan plan):
+        cdef windows_job job
         cdef int k
         pieces = 0
         if not self.empty():
+            self.last_run(plan, &job)
             for k in range(self.n_lanes):
-                pieces += window_ranges.count_pieces(side_of(&self.lanes[k]), self.runs_of(plan))
+                pieces += pieces_of(&job, &job.lanes[k])
         return plan.copied_bytes, pieces
 
-    cdef object runs_of(self, Plan plan):
-        """A copy of what the last run did."""
-        cdef int64_t runs = self.batch * self.num_heads
-        numbers = numpy.frombuffer(
-            PyBytes_FromStringAndSize(<char*>plan.scratch, (3 * runs + 2 * self.batch) * 8),
-            numpy.int64,
-        )
-        return window_ranges.Runs(
-            slots=numbers[:runs],
-            heads=numbers[runs : 2 * runs],
-            tails=numbers[2 * runs : 3 * runs],
-            lengths=numpy.repeat(numbers[3 * runs : 3 * runs + self.batch], self.num_heads),
-            starts=numpy.repeat(numbers[3 * runs + self.batch :], self.num_heads),
-            columns=numpy.arange(runs, dtype=numpy.int64) % max(self.num_heads, 1),
-            means=self.kind >= 0,
-        )
-
     def accesses(self, Plan plan):
+        cdef windows_job job
         cdef int k
         if self.empty():
             return [], []
-        found = self.runs_of(plan)
+        self.last_run(plan, &job)
         read, written = [], []
         for k in range(self.n_lanes):
-            side = side_of(&self.lanes[k])
-            tok = <size_t>plan.views[self.tok_arg[k]].data
-            page = <size_t>plan.views[self.page_arg[k]].data
-            read.append((self.tok_arg[k], window_ranges.tokens(side, tok, found)))
-            written.append((self.page_arg[k], window_ranges.rows(side, page, found)))
-        for i in (self.slot_arg, self.window_arg, self.offset_arg, self.length_arg):
-            extent = plan.extent(i) if i >= 0 else None
-            if extent is not None:
-                read.append((i, numpy.array([extent], numpy.int64)))
+            read.append((self.tok_arg[k], tokens_of(&job, &job.lanes[k])))
+            written.append((self.page_arg[k], rows_of(&job, &job.lanes[k])))
+        self.add_extent(plan, read, self.slot_arg)
+        self.add_extent(plan, read, self.window_arg)
+        self.add_extent(plan, read, self.offset_arg)
+        self.add_extent(plan, read, self.length_arg)
         return read, written
+
+
+# What a run i of a job did: tokens [0, front) and [tail, length) were read, and ``rows`` rows
+# written from its slot on.
+cdef inline int64_t front_of(const windows_job* job, int64_t i) noexcept:
+    return job.heads[i] if job.add == NULL else job.tails[i]
+
+
+cdef inline int64_t rest_of(const windows_job* job, int64_t i) noexcept:
+    return job.lengths[i // job.num_heads] - job.tails[i]
+
+
+cdef inline bint has_mean(const windows_job* job, int64_t i) noexcept:
+    return job.add != NULL and job.tails[i] > job.heads[i]
+
+
+cdef inline bint whole_rows(int64_t step, const window_lane* side) noexcept:
+    return step == side.item_bytes or side.items == 1
+
+
+cdef object tokens_of(const windows_job* job, const window_lane* side):
+    """Ranges of the tokens' rows that were read."""
+    cdef int64_t i, t, e, n, length, count = 0, runs = job.batch * job.num_heads
+    cdef int64_t items = 1 if whole_rows(side.tok_step, side) else side.items
+    cdef int64_t start, nbytes = side.items // items * side.item_bytes
+    cdef Spans spans
+    for i in range(runs):
+        if job.slots[i] >= 0:
+            count += front_of(job, i) + rest_of(job, i)
+    spans = spans_for(count, items)
+    for i in range(runs):
+        if job.slots[i] < 0:
+            continue
+        length = job.lengths[i // job.num_heads]
+        n = front_of(job, i)
+        t = 0
+        while t < length:
+            if t == n:
+                t = job.tails[i]
+                n = length
+                continue
+            start = <int64_t>side.lane.tok + t * side.lane.tok_stride \
+                + job.starts[i // job.num_heads] * side.start_stride \
+                + i % job.num_heads * side.head_stride
+            for e in range(items):
+                spans.add(start + e * side.tok_step, nbytes)
+            t += 1
+    return spans.ranges()
+
+
+cdef object rows_of(const windows_job* job, const window_lane* side):
+    """Ranges of the cache rows that were written."""
+    cdef int64_t i, r, e, count = 0, runs = job.batch * job.num_heads
+    cdef int64_t items = 1 if whole_rows(side.page_step, side) else side.items
+    cdef int64_t start, nbytes = side.items // items * side.item_bytes
+    cdef Spans spans
+    for i in range(runs):
+        if job.slots[i] >= 0:
+            count += job.heads[i] + has_mean(job, i) + rest_of(job, i)
+    spans = spans_for(count, items)
+    for i in range(runs):
+        if job.slots[i] < 0:
+            continue
+        for r in range(job.heads[i] + has_mean(job, i) + rest_of(job, i)):
+            start = <int64_t>kv_page(&side.lane, job.slots[i] + r)
+            for e in range(items):
+                spans.add(start + e * side.page_step, nbytes)
+    return spans.ranges()
+
+
+cdef object pieces_of(const windows_job* job, const window_lane* side):
+    """Contiguous pieces that were written, neighbours joined as the kernel does."""
+    cdef int64_t i, copied = 0, runs = 0, means = 0
+    cdef int64_t row_bytes = side.items * side.item_bytes
+    for i in range(job.batch * job.num_heads):
+        if job.slots[i] < 0:
+            continue
+        copied += job.heads[i] + rest_of(job, i)
+        runs += (job.heads[i] > 0) + (rest_of(job, i) > 0)
+        means += has_mean(job, i)
+    if side.tok_step != side.item_bytes or side.page_step != side.item_bytes:
+        return int(copied + means) * int(side.items)
+    if side.lane.flat and side.lane.tok_stride == row_bytes and side.lane.row_stride == row_bytes:
+        return runs + means
+    return copied + means
 
 
 cdef void load_all(Plan plan, int i, int64_t* out) noexcept:
@@ -276,19 +352,3 @@ cdef void place(Plan plan, int tok, int page, window_lane* side) noexcept:
     side.lane.page = plan.views[page].data
     side.lane.page_lo = plan.views[page].data + plan.views[page].low
     side.lane.page_hi = plan.views[page].data + plan.views[page].high
-
-
-cdef object side_of(const window_lane* side):
-    return window_ranges.Side(
-        tok_stride=side.lane.tok_stride,
-        start_stride=side.start_stride,
-        head_stride=side.head_stride,
-        tok_step=side.tok_step,
-        block_size=side.lane.block_size,
-        block_stride=side.lane.block_stride,
-        row_stride=side.lane.row_stride,
-        page_step=side.page_step,
-        flat=bool(side.lane.flat),
-        items=side.items,
-        item_bytes=side.item_bytes,
-    )
