@@ -255,6 +255,12 @@ cdef class Plan:
         finally:
             self.state = IDLE
 
+    def run_at_once(self):
+        """run() by who has just made the plan: no array can have changed since."""
+        if self.unproven or self.backend is not None:
+            return self.run()
+        return self.spec.execute(self)
+
     def check_values(self):
         """Check the contents as run() does, and move nothing."""
         self.borrow(False)
@@ -451,9 +457,7 @@ cdef class Operator:
     ):
         """plan(...).run()"""
         cdef Plan plan = self.make(arrays, params, soc, backend, num_threads, extra)
-        if plan.unproven or plan.backend is not None:
-            return plan.run()
-        return plan.spec.execute(plan)
+        return plan.run_at_once()
 
     def spec_for(self, tuple infos, tuple params, soc=None):
         """Resolve ready-made infos (arrays or stand-ins with name, shape, strides, dtype)."""

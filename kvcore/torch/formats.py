@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 
+import torch
 from torch import Tensor
 
 from kvcore.errors import fail
@@ -17,6 +18,8 @@ from kvcore.errors import fail
 __all__ = ["Format", "get_npu_format", "is_nz", "npu_format_cast"]
 
 TAG = "_kvcore_format"
+#: Whether a tag was ever given: asking for one costs as much as moving a token.
+_tagging = False
 
 
 class Format(enum.IntEnum):
@@ -29,6 +32,8 @@ class Format(enum.IntEnum):
 
 def is_nz(tensor: Tensor) -> bool:
     """Whether the tensor's memory is tagged FRACTAL_NZ."""
+    if not _tagging or tensor.layout is not torch.strided:
+        return False
     return getattr(tensor.untyped_storage(), TAG, None) == Format.FRACTAL_NZ
 
 
@@ -43,12 +48,14 @@ def npu_format_cast(tensor: Tensor, acl_format: int) -> Tensor:
     2 (ND) or 0 (NCHW) gives an untagged tensor: this one, or a copy of a tagged one, as on the
     device, where a cast makes a tensor of its own.
     """
+    global _tagging
     if not isinstance(tensor, Tensor):
         fail("tensor", "a tensor", type(tensor).__name__)
     if isinstance(acl_format, bool) or acl_format not in list(Format):
         names = ", ".join(f"{f.value} ({f.name})" for f in Format)
         fail("acl_format", f"one of {names}", repr(acl_format))
     if acl_format == Format.FRACTAL_NZ:
+        _tagging = True
         setattr(tensor.untyped_storage(), TAG, Format.FRACTAL_NZ)
         return tensor
     return tensor.clone() if is_nz(tensor) else tensor

@@ -73,7 +73,7 @@ class Installation:
             if self.streams.in_use:
                 result = self.streams.run(call, operator.name)
             else:
-                result = call.plan.run()
+                result = call.plan.run_at_once()
         except KVCoreError as error:
             told = vendor.renamed(error, operator.names)
             if told is error:

@@ -27,38 +27,8 @@ SCATTER = (
 )
 
 
-def _scatter(
-    key: Tensor,
-    key_cache: Tensor,
-    slot_mapping: Tensor,
-    value: Tensor | None = None,
-    value_cache: Tensor | None = None,
-    **keywords: Any,
-) -> None:
-    kvcore.scatter_pa_kv_cache(key, key_cache, slot_mapping, value, value_cache, **keywords)
-
-
-def _reshape_and_cache(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    **keywords: Any,
-) -> None:
-    kvcore.scatter_pa_kv_cache(key, key_cache, slot_mapping, value, value_cache, **keywords)
-
-
-def _scatter_cache(key: Tensor, key_cache: Tensor, slot_mapping: Tensor, **keywords: Any) -> None:
-    kvcore.scatter_pa_cache(key, key_cache, slot_mapping, **keywords)
-
-
 def _update(*arrays: Tensor, **keywords: Any) -> None:
-    kvcore.kv_cache_update(*arrays, **keywords)
-
-
-def _gather_pa(*arrays: Tensor, **keywords: Any) -> None:
-    kvcore.gather_pa_kv_cache(*arrays, **keywords)
+    kvcore.kv_cache_update(*arrays, **keywords)  # what it returns is one of them
 
 
 def _gather_selection(*arrays: Tensor, **keywords: Any) -> Tensor:
@@ -81,19 +51,19 @@ OPERATORS += register(
     LIBRARY,
     "scatter_pa_kv_cache(Tensor key, Tensor(a!) key_cache, Tensor slot_mapping, "
     f"Tensor? value=None, Tensor(b!)? value_cache=None, {SCATTER}) -> ()",
-    _scatter,
+    kvcore.scatter_pa_kv_cache,
 )
 OPERATORS += register(
     LIBRARY,
     "reshape_and_cache(Tensor key, Tensor? value, Tensor(a!) key_cache, "
     f"Tensor(b!)? value_cache, Tensor slot_mapping, {SCATTER}) -> ()",
-    _reshape_and_cache,
+    kvcore.reshape_and_cache,
 )
 OPERATORS += register(
     LIBRARY,
     "scatter_pa_cache(Tensor key, Tensor(a!) key_cache, Tensor slot_mapping, "
     f"*, {COMPRESS}, str? dtype=None) -> ()",
-    _scatter_cache,
+    kvcore.scatter_pa_cache,
 )
 OPERATORS += register(
     LIBRARY,
@@ -117,5 +87,5 @@ OPERATORS += register(
     "Tensor seq_lens, Tensor(a!) key, Tensor(b!)? value, *, Tensor? seq_offset=None, "
     "str? cache_mode='Norm', bool is_seq_lens_cumsum=False, str? dtype=None, "
     "str? value_dtype=None) -> ()",
-    _gather_pa,
+    kvcore.gather_pa_kv_cache,
 )

@@ -156,11 +156,10 @@ def _scatter_cache(
 
 def _cache_mode(key_cache: Tensor | None, value_cache: Tensor | None) -> str:
     """PA_NZ where the caches' memory is tagged FRACTAL_NZ."""
-    caches = [cache for cache in (key_cache, value_cache) if cache is not None]
-    tagged = [is_nz(cache) for cache in caches]
-    if len(set(tagged)) > 1:
+    tagged = key_cache is not None and is_nz(key_cache)
+    if key_cache is not None and value_cache is not None and is_nz(value_cache) != tagged:
         fail("value_cache", "the format of key_cache", "one of them tagged FRACTAL_NZ")
-    return "PA_NZ" if tagged and tagged[0] else "Norm"
+    return "PA_NZ" if tagged else "Norm"
 
 
 def _reshape_and_cache(
