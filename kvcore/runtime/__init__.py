@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from kvcore.runtime.device import Device
 from kvcore.runtime.event import Event
+from kvcore.runtime.external import ExternalEvent
 from kvcore.runtime.graph import Graph
 from kvcore.runtime.memory import Buffer, MemoryInfo
 from kvcore.runtime.profile import DeviceProfile, Figure
@@ -23,6 +24,7 @@ __all__ = [
     "Device",
     "DeviceProfile",
     "Event",
+    "ExternalEvent",
     "Figure",
     "Graph",
     "MemoryInfo",

@@ -302,6 +302,8 @@ cdef class Executor:
     cdef int resolve(self, Mark mark, int outcome, Failure failure) except -1:
         cdef list waiters = mark.waiters
         cdef Line line
+        if mark.outcome != PENDING:           # it was given up when the device was left
+            return 0
         mark.failure = failure
         mark.outcome = outcome
         mark.waiters = None
@@ -347,6 +349,13 @@ cdef class Executor:
         """This process is a copy: the workers are not here."""
         self.life = FORKED
         self.num_workers = 0
+
+    def give_up(self, Mark mark, Failure failure):
+        """Nobody will record this mark: who waits for it fails, or is dropped (None)."""
+        if failure is not None:
+            self.failures.append(failure)
+        self.resolve(mark, DROPPED if failure is None else FAILED, failure)
+        self.wake()
 
     def wake_one(self):
         """For marks resolved outside a worker."""

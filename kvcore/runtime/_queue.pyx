@@ -227,18 +227,34 @@ cdef class Queue(Line):
             self.executor.lock.release()
         return mark
 
+    def _record_mark(self, Mark mark):
+        """Record a mark that others may wait for already; see ``external``."""
+        cdef Op op = Op.__new__(Op)
+        mark.queue = self
+        op.kind = RECORD
+        op.mark = mark
+        if self.executor.observer is None:
+            self.place(op)
+            return
+        self.executor.lock.acquire()
+        try:
+            self.executor.observer.marked(self, mark)
+            self.place(op)
+        finally:
+            self.executor.lock.release()
+
     cdef int place(self, Op op) except -1:
         """Queue a record; on an idle queue it is reached at once, and no worker is troubled."""
         cdef Mark mark = op.mark
+        cdef bint awaited
         if not self.at_rest():
             self.push(op)
             return 0
         mark.time = now()
-        if self.failure is not None:
-            mark.failure = self.failure
-            mark.outcome = FAILED
-        else:
-            mark.outcome = DONE
+        awaited = mark.waiters is not None
+        self.executor.resolve(mark, DONE if self.failure is None else FAILED, self.failure)
+        if awaited:
+            self.executor.wake()
         return 0
 
     cdef int submit(self, Op op) except -1:

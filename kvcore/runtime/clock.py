@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelClock", "Node"]
 
+#: The lane of nodes that stand for a record that others wait for before it is made.
+PROMISE = -1
+
 _SPACE_READ = {"device": HBM, "swapped": H2D}
 _SPACE_WRITE = {"device": HBM, "swapped": D2H}
 
@@ -222,6 +225,25 @@ class ModelClock:
         lane.tail = [node for node in lane.tail if node.end is None or node.end > lane.time]
         lane.tail += [node for node in position.nodes if node not in lane.tail]
 
+    def promise(self) -> Position:
+        """The position of a record that has yet to be made."""
+        gate = Node(-1, PROMISE, "", 0.0)
+        gate.shares = ()
+        gate.pending = 1
+        return Position([gate], 0.0)
+
+    def kept(self, queue: Queue | None, position: Position) -> None:
+        """The record of a promise is being launched, or (None) will never be."""
+        gate = position.nodes[0]
+        lane = None if queue is None else self._lanes.get(queue.index)
+        gate.ready = max(self.host, self._served_to, 0.0 if lane is None else lane.time)
+        if lane is not None:
+            self._after(gate, lane.tail)
+        gate.pending -= 1
+        if not gate.pending:
+            heapq.heappush(self._heap, gate)
+        self._serve_until(self.host)
+
     def event_call(self) -> None:
         """The host calls record or wait."""
         self.charge(self._event_cost)
@@ -302,7 +324,7 @@ class ModelClock:
                 longest = share
         node.start = start
         node.end = end = start + longest
-        if self._trace is not None:
+        if self._trace is not None and node.lane != PROMISE:
             self._trace.modelled(node)
         children = node.children
         if children is not None:

@@ -36,10 +36,11 @@ import numpy.typing as npt
 from kvcore.errors import CaptureError, ParamInvalidError, StreamError
 from kvcore.runtime._admission import Admission
 from kvcore.runtime._executor import Executor
-from kvcore.runtime._marks import Mark
+from kvcore.runtime._marks import Failure, Mark
 from kvcore.runtime._storage import Ledger, Storage
 from kvcore.runtime.clock import ModelClock
 from kvcore.runtime.event import Event, failed, unseen
+from kvcore.runtime.external import ExternalEvent, Promises, never_recorded
 from kvcore.runtime.graph import Capture, Graph, join_or_refuse
 from kvcore.runtime.host import Host, block
 from kvcore.runtime.memory import DEFAULT_ALIGNMENT, SPACES, Buffer, MemoryInfo, allocate, refuse
@@ -117,6 +118,7 @@ class Device:
         self._sides: weakref.WeakKeyDictionary[Stream, list[Stream]] = weakref.WeakKeyDictionary()
         self._default: Stream | None = None
         self._captures: list[Graph] = []
+        self._promises = Promises()
         self._entered = False
         self._origin = time.monotonic()
         self._trace: Trace | None = None
@@ -196,6 +198,15 @@ class Device:
         """A new event, not recorded."""
         self._executor.check()
         return Event(self, blocking=blocking, enable_timing=enable_timing)
+
+    def external_event(self) -> ExternalEvent:
+        """A new event that streams may wait for before it is recorded."""
+        self._executor.check()
+        return ExternalEvent(self)
+
+    def _event_call(self) -> None:
+        if self._executor.observer is not None:
+            self._executor.observer.event_call()
 
     def capture(self, stream: Stream) -> Capture:
         """``async with device.capture(stream) as graph:`` records launches instead of running.
@@ -426,11 +437,21 @@ class Device:
         self._executor.open()
         self._workers.start()
 
+    def _break_promises(self, *, fail: bool) -> None:
+        """Nobody can record an external event any more: let no stream wait for one."""
+        with self._lock:
+            for mark in self._promises.take():
+                failure = Failure(never_recorded(), "none", "wait_event") if fail else None
+                if self._clock is not None:
+                    self._clock.kept(None, mark.position)
+                self._executor.give_up(mark, failure)
+
     def _drop(self) -> None:
         # All at once, and only then what may wake a stream that waits.
         gone = [(stream, stream._detach()) for stream in self.streams]
         for stream, operations in gone:
             stream._forget(operations)
+        self._break_promises(fail=False)
         self._executor.wake_one()
 
     def _marks(self) -> list[Mark]:
@@ -472,6 +493,7 @@ class Device:
         self._executor.closing()
         try:
             if kind is None:
+                self._break_promises(fail=True)
                 for mark in self._marks():
                     self._host.wait_blocking(mark)
         except BaseException:
@@ -503,6 +525,7 @@ class Device:
         self._executor.closing()
         try:
             if kind is None:
+                self._break_promises(fail=True)
                 await anyio.lowlevel.checkpoint()
                 for mark in self._marks():
                     await self._host.wait(mark)

@@ -26,11 +26,12 @@ from kvcore.runtime.observe import call_site
 if TYPE_CHECKING:
     from kvcore.runtime._queue import Queue
     from kvcore.runtime.device import Device
+    from kvcore.runtime.external import ExternalEvent
     from kvcore.runtime.stream import Stream
 
 __all__ = ["Capture", "Graph"]
 
-_OP, _RECORD, _WAIT = range(3)
+_OP, _RECORD, _WAIT, _EXTERNAL = range(4)
 
 
 class Graph:
@@ -96,6 +97,12 @@ class Graph:
             if step > reached.get(other, -1):
                 reached[other] = step
         self._steps.append((_WAIT, branch, mark.note))
+
+    def external(self, queue: Queue, event: ExternalEvent, verb: str) -> None:
+        """Record what is done with an external event: a node of the graph like any other."""
+        branch = self._queues.index(queue)
+        self._last[branch] = self._reached[branch][branch] = len(self._steps)
+        self._steps.append((_EXTERNAL, branch, verb, event))
 
     def end(self, *, whole: bool) -> None:
         """Give the streams back; CaptureError when a fork was not joined."""
@@ -169,6 +176,8 @@ class Graph:
                 queue._again(*step[2:])
             elif step[0] == _RECORD:
                 marks[step[2]] = queue.mark()
+            elif step[0] == _EXTERNAL:
+                step[3]._do(queue, step[2])
             else:
                 queue._wait_mark(marks[step[2]])
 

@@ -39,12 +39,13 @@ def call_site() -> Site | None:
 class Note:
     """What is known of one operation: where it was launched and its place in every clock."""
 
-    __slots__ = ("checksums", "count", "host", "lane", "node", "site", "vector")
+    __slots__ = ("checksums", "count", "host", "lane", "late", "node", "site", "vector")
 
     def __init__(self, site: Site | None) -> None:
         self.site = site
         self.node: Node | None = None
         self.vector: Any = None
+        self.late: Any = ()
         self.lane = 0
         self.count = 0
         self.host = 0
@@ -87,13 +88,21 @@ class Observer:
         if self._race is not None:
             mark.note = self._race.marked(queue.index)
         if self._clock is not None:
-            mark.position = self._clock.marked(queue)
+            if mark.position is None:
+                mark.position = self._clock.marked(queue)
+            else:
+                self._clock.kept(queue, mark.position)
 
     def waited(self, queue: Queue, mark: Mark) -> None:
         """A wait for the mark is about to be queued."""
         if self._race is not None:
-            self._race.waited(queue.index, mark.note)
+            if mark.note is None:
+                self._race.promised(queue.index, mark)
+            else:
+                self._race.waited(queue.index, mark.note)
         if self._clock is not None:
+            if mark.position is None:
+                mark.position = self._clock.promise()
             self._clock.waited(queue, mark.position)
         if self._trace is not None:
             self._trace.waited(queue, mark)

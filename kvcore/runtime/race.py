@@ -38,7 +38,7 @@ from kvcore.runtime._vectors import Vector
 from kvcore.runtime.copies import ranges_of
 
 if TYPE_CHECKING:
-    from kvcore.runtime._marks import Op
+    from kvcore.runtime._marks import Mark, Op
     from kvcore.runtime._queue import Queue
     from kvcore.runtime.observe import Note, Site
 
@@ -89,24 +89,33 @@ class Race:
 
 
 class _Lane:
-    __slots__ = ("count", "host_version", "name", "vector")
+    __slots__ = ("count", "host_version", "late", "name", "vector")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.vector = Vector()
         self.count = 0
         self.host_version = 0
+        # marks waited for before they were recorded: their clocks are not known yet
+        self.late: tuple[Mark, ...] = ()
 
 
 class Stamp:
-    """The clock of a record: its lane, the lane's count, and the vector."""
+    """The clock of a record: its lane, the lane's count, the vector, and what is ``late``.
 
-    __slots__ = ("count", "lane", "vector")
+    host: the host's accesses before it; of interest to who waited for it before it was made.
+    """
 
-    def __init__(self, lane: int, count: int, vector: Vector) -> None:
+    __slots__ = ("count", "host", "lane", "late", "vector")
+
+    def __init__(
+        self, lane: int, count: int, vector: Vector, host: int, late: tuple[Mark, ...]
+    ) -> None:
         self.lane = lane
         self.count = count
         self.vector = vector
+        self.host = host
+        self.late = late
 
 
 class _Record:
@@ -168,10 +177,13 @@ class RaceCheck:
         lane = self._lanes[index]
         if lane.host_version != self._host_version:
             self._refresh(lane)
+        if lane.late:
+            self._settle(lane)
         lane.count += 1
         note.count = lane.count
         note.lane = index
         note.vector = lane.vector
+        note.late = lane.late
         note.host = self._host_count
         self._in_flight[op.number] = lane.vector
         if self._check_host:
@@ -181,18 +193,55 @@ class RaceCheck:
         """The clock of a record."""
         lane = self._lanes[index]
         self._refresh(lane)
-        return Stamp(index, lane.count, lane.vector)
+        if lane.late:
+            self._settle(lane)
+        return Stamp(index, lane.count, lane.vector, self._host_count, lane.late)
 
     def waited(self, index: int, stamp: Stamp) -> None:
         """A lane waits for a record."""
         lane = self._lanes[index]
         self._refresh(lane)
+        self._join(lane, stamp)
+
+    def _join(self, lane: _Lane, stamp: Stamp) -> None:
         if not lane.vector.reached(stamp.vector, stamp.lane, stamp.count):
             lane.vector = lane.vector.join(stamp.vector, stamp.lane, stamp.count)
+        if stamp.late:
+            lane.late += tuple(mark for mark in stamp.late if mark not in lane.late)
+
+    def promised(self, index: int, mark: Mark) -> None:
+        """A lane waits for a record that has yet to be made."""
+        lane = self._lanes[index]
+        if mark not in lane.late:
+            lane.late += (mark,)
+
+    def _settle(self, lane: _Lane) -> None:
+        """Take over the clocks of late marks that have been recorded by now."""
+        while known := [mark for mark in lane.late if mark.note is not None]:
+            lane.late = tuple(mark for mark in lane.late if mark.note is None)
+            for mark in known:
+                self._join(lane, mark.note)
+
+    def _fold(self, vector: Vector, host: int, late: tuple[Mark, ...]) -> tuple[Vector, int]:
+        """A clock and the late marks behind it, now that these have been recorded."""
+        pending, done = list(late), set()
+        while pending:
+            mark = pending.pop()
+            stamp = mark.note
+            if stamp is not None and id(mark) not in done:
+                done.add(id(mark))
+                host = max(host, stamp.host)
+                if not vector.reached(stamp.vector, stamp.lane, stamp.count):
+                    vector = vector.join(stamp.vector, stamp.lane, stamp.count)
+                pending += stamp.late
+        return vector, host
 
     def host_joined(self, stamp: Stamp) -> None:
         """The host has waited for a record."""
         vector = self._host_vector
+        if stamp.late:
+            reached, _ = self._fold(stamp.vector, 0, stamp.late)
+            stamp = Stamp(stamp.lane, stamp.count, reached, stamp.host, ())
         if not vector.reached(stamp.vector, stamp.lane, stamp.count):
             self._host_vector = vector.join(stamp.vector, stamp.lane, stamp.count)
             self._host_version += 1
@@ -235,6 +284,8 @@ class RaceCheck:
         self._in_flight.pop(op.number, None)
         if self._plain_writes:
             self._plain_writes.pop(op.number, None)
+        if note.late:
+            note.vector, note.host = self._fold(note.vector, note.host, note.late)
         if not op.is_work or not hasattr(op.target, "touched"):
             return
         reads, writes = op.target.touched()
@@ -279,6 +330,8 @@ class RaceCheck:
     ) -> None:
         """A host function touches an array: an access of its stream."""
         note = op.note
+        if note.late:
+            note.vector, note.host = self._fold(note.vector, note.host, note.late)
         self._hold(owner)
         what = (_Record(op.name, queue.name, site, op.number), "the buffer")
         ranges = ranges_of(array)

@@ -6,12 +6,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from kvcore.errors import ParamInvalidError, StreamError
 from kvcore.runtime._queue import Queue
 from kvcore.runtime.copies import Copy, Fill
 from kvcore.runtime.event import Event, failed
+from kvcore.runtime.external import ExternalEvent
 
 if TYPE_CHECKING:
     from kvcore.runtime._marks import Mark
@@ -114,20 +115,30 @@ class Stream(Queue):
 
     # -- order
 
-    def record_event(self, event: Event | None = None) -> Event:
+    @overload
+    def record_event(self, event: Event | None = None) -> Event: ...
+    @overload
+    def record_event(self, event: ExternalEvent) -> ExternalEvent: ...
+    def record_event(self, event: Event | ExternalEvent | None = None) -> Event | ExternalEvent:
         """Record an event (a new one by default) behind everything launched here."""
         if event is None:
             event = Event(self.device)
+        elif isinstance(event, ExternalEvent):
+            event.record(self)
+            return event
         self._record(_event(event))
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: Event | ExternalEvent) -> None:
         """Hold back what is launched from here on until the event's last record is reached.
 
         Returns at once and holds no thread.  An event never recorded, or recorded on this
-        stream, holds nothing back.
+        stream, holds nothing back; an ExternalEvent does until it is recorded.
         """
-        self._wait(_event(event))
+        if isinstance(event, ExternalEvent):
+            event.wait(self)
+        else:
+            self._wait(_event(event))
 
     def wait_stream(self, stream: Stream) -> None:
         """Hold back what is launched from here on until all that the other stream has is done."""

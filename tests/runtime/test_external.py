@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""External events: waits before records, rounds, graphs, and nobody recording at all."""
+
+from __future__ import annotations
+
+import anyio
+import numpy as np
+import pytest
+from fakes import FakePlan, Gate, device
+
+import kvcore
+from kvcore.runtime import Device, ExternalEvent, Stream
+
+
+async def test_a_stream_waits_before_the_record(clock: str) -> None:
+    async with device(clock) as dev:
+        a, b = dev.stream("a"), dev.stream("b")
+        event = dev.external_event()
+        ran: list[str] = []
+        event.wait(a)
+        a.call(ran.append, "a")
+        assert not event.recorded
+        assert not event.query()
+        assert not a.query()
+        b.call(ran.append, "b")
+        event.record(b)
+        await a.synchronize()
+        assert ran == ["b", "a"]
+        assert event.query()
+        assert repr(event) == "ExternalEvent(recorded)"
+
+
+async def test_a_record_on_an_idle_stream_lets_the_others_go(clock: str) -> None:
+    async with device(clock, workers=1) as dev:
+        waiting, idle = [dev.stream() for _ in range(10)], dev.stream()
+        event = dev.external_event()
+        plan = FakePlan()
+        for stream in waiting:
+            stream.wait_event(event)
+            stream.launch(plan)
+        async with anyio.create_task_group() as group:
+            group.start_soon(dev.synchronize)
+            await anyio.wait_all_tasks_blocked()
+            assert plan.runs == 0
+            idle.record_event(event)
+        assert plan.runs == 10
+
+
+@pytest.mark.parametrize("order", ["wait, reset, record", "record, wait, reset"])
+async def test_both_orders_of_calls_go_from_round_to_round(clock: str, order: str) -> None:
+    async with device(clock) as dev:
+        inner, outer = dev.stream("inner"), dev.stream("outer")
+        event = dev.external_event()
+        trail: list[tuple[str, int]] = []
+        for i in range(20):
+            calls = {
+                "wait": lambda: event.wait(inner),
+                "reset": lambda: event.reset(inner),
+                "record": lambda i=i: (
+                    outer.call(trail.append, ("outer", i)),
+                    event.record(outer),
+                ),
+            }
+            for verb in order.split(", "):
+                calls[verb]()
+            inner.call(trail.append, ("inner", i))
+        await dev.synchronize()
+        places = {entry: place for place, entry in enumerate(trail)}
+        assert len(places) == 40
+        for i in range(20):
+            assert places["outer", i] < places["inner", i]
+
+
+async def test_a_wait_in_the_next_round_waits_for_the_next_record(clock: str) -> None:
+    async with device(clock) as dev:
+        a, b = dev.stream("a"), dev.stream("b")
+        event = dev.external_event()
+        event.record(b)
+        event.wait(a)
+        event.reset(a)
+        await a.synchronize()
+        plan = FakePlan()
+        event.wait(a)
+        a.launch(plan)
+        assert not a.query()
+        event.record(b)
+        event.record(b)  # set already: adds nothing
+        await a.synchronize()
+        assert plan.runs == 1
+        fresh = dev.external_event()
+        fresh.reset(a)  # nothing to reset
+        fresh.record(a)
+        assert fresh.recorded
+
+
+async def test_a_graph_waits_for_work_outside(clock: str) -> None:
+    async with device(clock) as dev:
+        main, feeder = dev.stream("main"), dev.stream("feeder")
+        buffer = dev.empty((8,), "int64")
+        event = dev.external_event()
+        seen: list[int] = []
+        async with dev.capture(main) as graph:
+            event.wait(main)
+            event.reset(main)
+            main.call(lambda: seen.append(int(buffer.__kvcore_array__[7])))
+        assert graph.num_operations == 1
+        for i in range(6):
+            source = np.full(8, i)
+            if i % 2:
+                graph.replay(main)
+            feeder.copy(buffer, source)
+            event.record(feeder)
+            if not i % 2:
+                graph.replay(main)
+            feeder.wait_stream(main)
+        await main.synchronize()
+        assert seen == list(range(6))
+
+
+async def test_a_graph_records_for_those_outside(clock: str) -> None:
+    async with device(clock) as dev:
+        main, other = dev.stream("main"), dev.stream("other")
+        event = dev.external_event()
+        plan, after = FakePlan(), FakePlan()
+        with dev.capture(main) as graph:
+            main.launch(plan)
+            event.record(main)
+        event.wait(other)
+        event.reset(other)
+        other.launch(after)
+        graph.replay(main)
+        await other.synchronize()
+        assert (plan.runs, after.runs) == (1, 1)
+
+
+async def test_never_recorded_fails_the_wait_when_the_device_is_left(clock: str) -> None:
+    plan = FakePlan()
+    dev = device(clock)
+
+    async def use() -> None:
+        async with dev:
+            a, b = dev.stream("a"), dev.stream("b")
+            dev.external_event().wait(a)
+            a.launch(plan)
+            b.wait_stream(a)
+            b.launch(plan)
+
+    with pytest.raises(kvcore.StreamError, match=r"wait_event failed .* nobody recorded") as caught:
+        await use()
+    assert isinstance(caught.value.__cause__, kvcore.ParamInvalidError)
+    assert plan.runs == 0
+    with pytest.raises(kvcore.StreamError, match="closed"):
+        dev.external_event()
+
+
+async def test_never_recorded_is_dropped_with_everything_else(clock: str) -> None:
+    plan = FakePlan()
+
+    async def use() -> None:
+        async with device(clock) as dev:
+            stream = dev.stream()
+            dev.external_event().wait(stream)
+            stream.launch(plan)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        await use()
+    assert plan.runs == 0
+    with device(clock) as dev:
+        stream = dev.stream()
+        event = dev.external_event()
+        event.wait(stream)
+        event.record(dev.stream())
+        stream.launch(plan)
+        stream.synchronize_blocking()
+    assert plan.runs == 1
+
+
+async def test_a_failure_passes_through(clock: str) -> None:
+    async with device(clock) as dev:
+        a, b = dev.stream("a"), dev.stream("b")
+        event = dev.external_event()
+        event.wait(b)
+        plan = FakePlan()
+        b.launch(plan)
+        a.call(lambda: 1 // 0)
+        event.record(a)
+        with pytest.raises(kvcore.StreamError) as caught:
+            await b.synchronize()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert plan.runs == 0
+        with pytest.raises(kvcore.StreamError):
+            await a.synchronize()
+
+
+def model_times(dev: Device, inner: Stream, outer: Stream, event: ExternalEvent) -> list[float]:
+    start, end = dev.event(), dev.event()
+    start.record(inner)
+    event.wait(inner)
+    inner.compute(10)
+    end.record(inner)
+    outer.compute(100)
+    event.record(outer)
+    dev.synchronize_blocking()
+    return [start.elapsed_time(end), dev.now]
+
+
+def test_the_model_waits_for_the_record() -> None:
+    times = []
+    for _ in range(2):
+        with device("model", trace=True) as dev:
+            times.append(
+                model_times(dev, dev.stream("in"), dev.stream("out"), dev.external_event())
+            )
+            assert [span.name for span in dev.trace.spans] == ["compute", "compute"]
+    assert times[0] == times[1]
+    assert times[0][0] >= 0.110
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_the_race_check_knows_the_order(clock: str, seed: int) -> None:
+    async with device(clock, race_check="record", seed=seed) as dev:
+        load, compute, third = dev.stream("load"), dev.stream("compute"), dev.stream("third")
+        buffer, source = dev.empty((64,)), dev.empty((64,))
+        ready, free = dev.external_event(), dev.external_event()
+        for _ in range(5):
+            ready.wait(compute)
+            ready.reset(compute)
+            compute.launch(FakePlan(reads=[buffer]))
+            third.wait_stream(compute)
+            third.launch(FakePlan(writes=[buffer]))
+            with source.host("w"):
+                pass
+            load.launch(FakePlan(reads=[source], writes=[buffer]))
+            ready.record(load)
+            load.wait_stream(third)
+            await dev.synchronize()
+        assert not dev.races
+        free.wait(compute)
+        compute.launch(FakePlan(writes=[buffer], name="early"))
+        free.record(third)
+        load.launch(FakePlan(writes=[buffer], name="unordered"))
+        await dev.synchronize()
+        assert [{r.first.operation, r.second.operation} for r in dev.races] == [
+            {"early", "unordered"}
+        ]
+
+
+async def test_host_accesses_before_the_record_come_before_who_waited_for_it() -> None:
+    async with device(race_check="raise") as dev:
+        a, b = dev.stream("a"), dev.stream("b")
+        buffer = dev.empty((64,))
+        event = dev.external_event()
+        event.wait(a)
+        a.launch(FakePlan(reads=[buffer]))
+        gate = Gate(b)
+        with buffer.host("w"):
+            pass
+        event.record(b)
+        gate.open()
+        await a.synchronize()
+        event.reset(a)
+        event.wait(a)
+        a.launch(FakePlan(reads=[buffer]))
+        event.record(b)
+        with buffer.host("w"):
+            pass
+        with pytest.raises(kvcore.RaceError):
+            await a.synchronize()
+
+
+async def test_late_clocks_do_not_pile_up() -> None:
+    async with device(race_check="record") as dev:
+        a, b = dev.stream("a"), dev.stream("b")
+        event = dev.external_event()
+        plan = FakePlan()
+        for _ in range(50):
+            event.wait(a)
+            event.reset(a)
+            a.launch(plan)
+            event.record(b)
+        await dev.synchronize()
+        assert len(dev._race._lanes[a.index].late) <= 1
+
+
+async def test_bad_input() -> None:
+    async with device() as dev, device() as other:
+        event = dev.external_event()
+        with pytest.raises(kvcore.ParamInvalidError, match=r"^stream: .* one of another device$"):
+            event.wait(other.stream())
+        with pytest.raises(kvcore.ParamInvalidError, match=r"^stream: .* got int$"):
+            event.record(3)  # type: ignore[arg-type]
+        stream = dev.stream()
+        stream.call(event.record)
+        with pytest.raises(kvcore.StreamError, match="a host function must not"):
+            await stream.synchronize()
