@@ -28,3 +28,16 @@ def install(
     target: NDArray[int32],
     n_threads: int = 1,
 ) -> None: ...
+def store(
+    rows: int,
+    stride: int,
+    capacity: int,
+    full: int,
+    num_blocks: int,
+    block_size: int,
+    block_stride: int,
+    row_stride: int,
+    row_bytes: int,
+    source: NDArray[int32],
+    host_rows: NDArray[int64],
+) -> None: ...

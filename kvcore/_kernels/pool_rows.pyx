@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a device pool: serve a selection, install what was read.
+"""The bytes of a device pool: serve a selection, install what was read, store new rows.
 
 Addresses come from the caller, who has checked every extent; the numbers in ``source``,
 ``target`` and ``host_rows`` come from the books and from ``resolve``.
@@ -136,3 +136,31 @@ def install(
     job.install = True
     with nogil:
         run(&job, n_threads)
+
+
+def store(
+    uintptr_t rows, int64_t stride, int64_t capacity, uintptr_t full, int64_t num_blocks,
+    int64_t block_size, int64_t block_stride, int64_t row_stride, int64_t row_bytes,
+    const int32_t[::1] source, const int64_t[::1] host_rows,
+):
+    """Copy row source[i] of the rows on the device over the full cache's row host_rows[i]."""
+    cdef int64_t i, row
+    cdef const char* held
+    cdef char* there
+    cdef rows_of held_rows, full_rows
+    full_rows.base, full_rows.low = <char*>full, <const char*>full
+    full_rows.high = (
+        full_rows.low + (num_blocks - 1) * block_stride + (block_size - 1) * row_stride + row_bytes
+    )
+    held_rows.base, held_rows.stride = <char*>rows, stride
+    extent(&held_rows, capacity, row_bytes)
+    with nogil:
+        for i in range(source.shape[0]):
+            row = host_rows[i]
+            held = held_rows.base + source[i] * stride
+            there = (
+                full_rows.base + row // block_size * block_stride + row % block_size * row_stride
+            )
+            kv_inside(held_rows.low, held_rows.high, held, row_bytes, "rows")
+            kv_inside(full_rows.low, full_rows.high, there, row_bytes, "full")
+            kv_copy(there, held, row_bytes)

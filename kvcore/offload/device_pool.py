@@ -8,7 +8,8 @@ path of the computation:
 1. ``plan(request, ids)``: which ids are held and where, which must be read, and which places
    those take.  Once a step for the whole group; books only.
 2. ``serve(selection, layer, out)``: the rows in the order of the ids, held ones from the pool and
-   the others from the host.  Exactly one copy a row.
+   the others from the host.  Exactly one copy a row.  Also in halves, for two streams:
+   ``plan_hits`` and ``plan_misses``.
 3. ``install(selection, layer, out)``: the rows that were read, from ``out`` into their places.  Of
    a layer behind its serve; may run on a side stream.
 
@@ -30,8 +31,9 @@ from kvcore import threads
 from kvcore._core import arrays, overlap
 from kvcore._core.overlap import Access
 from kvcore._kernels import pool_rows
-from kvcore.errors import ParamInvalidError, ParamNullError, StreamError, fail
+from kvcore.errors import ParamNullError, StreamError, fail
 from kvcore.offload.checks import check_integer
+from kvcore.offload.full_lanes import FullLane, read_full
 from kvcore.offload.policy import make_books
 
 __all__ = ["DevicePool", "PoolMove", "Selection"]
@@ -50,7 +52,9 @@ class Selection:
     hits, misses: how many of either.
     """
 
-    __slots__ = ("hits", "host_rows", "ids", "misses", "number", "previous", "source", "target")
+    __slots__ = (
+        "_halves", "hits", "host_rows", "ids", "misses", "number", "previous", "source", "target",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -65,33 +69,36 @@ class Selection:
         self.ids, self.host_rows = ids, host_rows
         self.source, self.target = source, target
         self.hits = self.misses = 0
+        self._halves: dict[str, NDArray[np.int32]] = {}
+
+    def places(self, kind: str) -> NDArray[np.int32]:
+        """int32 [n]: what a move of this kind does with each row, in the form of ``source``."""
+        if kind == "serve":
+            return self.source
+        if kind == "install":
+            return self.target
+        if kind not in self._halves:
+            other = self.source == -1 if kind == "hits" else self.source >= 0
+            self._halves[kind] = np.where(other, np.int32(-2), self.source)
+        return self._halves[kind]
+
+    def count(self, kind: str) -> int:
+        """Rows that a move of this kind copies."""
+        if kind == "install":
+            return int(np.count_nonzero(self.target >= 0))
+        return self.hits * (kind != "misses") + self.misses * (kind != "hits")
 
     def __repr__(self) -> str:
         return f"<Selection {self.number}: {self.hits} held, {self.misses} to read>"
 
 
-class _Lane:
-    """One lane of one layer: the rows held, and where the full cache lies."""
+class _Lane(FullLane):
+    """One lane of one layer: where the full cache lies, and the rows held."""
 
-    __slots__ = (
-        "array", "block_size", "block_stride", "flat", "full", "full_address", "held", "num_blocks",
-        "row_bytes", "row_stride",
-    )  # fmt: skip
+    __slots__ = ("array", "held")
 
     def __init__(self, name: str, full: Any) -> None:
-        info = arrays.read(full, name)
-        if len(info.shape) not in (2, 3) or 0 in info.shape:
-            fail(name, "rows [tokens, size] or blocks [blocks, block_size, size]", info.shape)
-        if info.strides[-1] != info.itemsize or min(info.strides) < 0:
-            fail(name, "a contiguous last axis and no negative stride", info.strides)
-        self.full = full
-        self.full_address = info.address
-        self.row_bytes = info.shape[-1] * info.itemsize
-        self.block_size = info.shape[-2]
-        self.row_stride = info.strides[-2]
-        self.flat = len(info.shape) == 2
-        self.num_blocks = 1 if self.flat else info.shape[0]
-        self.block_stride = 0 if self.flat else info.strides[0]
+        super().__init__(name, full)
         self.held: Any = None
         self.array: NDArray[np.uint8] = np.empty((0, 0), np.uint8)
 
@@ -99,12 +106,13 @@ class _Lane:
 class _Layer:
     """The lanes of a layer, and how far it is."""
 
-    __slots__ = ("installed", "lanes", "served")
+    __slots__ = ("fetched", "installed", "lanes", "taken")
 
     def __init__(self, lanes: list[_Lane]) -> None:
         self.lanes = lanes
-        self.served = 0  # the last selection served and installed
-        self.installed = 0
+        # The last selection whose hits were served, whose misses were, and that was installed.
+        # (Apart, since two workers may be at the two halves of a serve.)
+        self.taken = self.fetched = self.installed = 0
 
 
 class DevicePool:
@@ -134,7 +142,7 @@ class DevicePool:
         self._books = make_books(policy, capacity, max_tokens, topk, ways)
         self.policy, self.capacity, self.topk = policy, capacity, topk
         self.max_tokens = max_tokens
-        self._layers = _read_layers(full)
+        self._layers = {n: _Layer(lanes) for n, lanes in read_full(full, _Lane).items()}
         first = next(iter(self._layers.values())).lanes[0]
         self._block_size, self._num_blocks = first.block_size, first.num_blocks
         self._flat = first.flat
@@ -316,6 +324,14 @@ class DevicePool:
         """
         return PoolMove(self, "serve", selection, self._layer(layer), layer, out)
 
+    def plan_hits(self, selection: Selection, layer: int, out: Sequence[Any]) -> PoolMove:
+        """The half of a serve that reads the pool; behind the install of the step before."""
+        return PoolMove(self, "hits", selection, self._layer(layer), layer, out)
+
+    def plan_misses(self, selection: Selection, layer: int, out: Sequence[Any]) -> PoolMove:
+        """The half of a serve that reads the host; before or beside the other half."""
+        return PoolMove(self, "misses", selection, self._layer(layer), layer, out)
+
     def plan_install(self, selection: Selection, layer: int, out: Sequence[Any]) -> PoolMove:
         """A move for ``stream.launch``: the rows that were read, from ``out`` into the pool."""
         return PoolMove(self, "install", selection, self._layer(layer), layer, out)
@@ -335,7 +351,7 @@ class DevicePool:
 
 
 class PoolMove:
-    """One serve or install of one layer, in the form of a plan that a stream can launch.
+    """One serve (or half of one) or install of a layer, as a plan that a stream can launch.
 
     skipped: the last run did nothing, because the request had been evicted.
     """
@@ -345,7 +361,7 @@ class PoolMove:
     def __init__(
         self,
         pool: DevicePool,
-        kind: Literal["serve", "install"],
+        kind: Literal["serve", "hits", "misses", "install"],
         selection: Selection,
         layer: _Layer,
         layer_id: int,
@@ -376,7 +392,7 @@ class PoolMove:
             fail(name, f"rows of {lane.row_bytes} bytes", info.shape[1] * info.itemsize)
         if info.strides[1] != info.itemsize or info.strides[0] < lane.row_bytes:
             fail(name, "rows apart, their elements contiguous", info.strides)
-        if self._kind == "serve":
+        if self._kind != "install":
             if info.read_only:
                 fail(name, "an array that can be written", "a read-only one")
             self._keep_apart(name, info, lane)
@@ -384,14 +400,9 @@ class PoolMove:
 
     def _keep_apart(self, name: str, info: Any, lane: _Lane) -> None:
         low, high = info.address, info.address + info.strides[0] * info.shape[0]
-        full_end = lane.full_address + (
-            (lane.num_blocks - 1) * lane.block_stride
-            + (lane.block_size - 1) * lane.row_stride
-            + lane.row_bytes
-        )
         held = lane.array.ctypes.data
         for other, start, end in (
-            ("the full cache", lane.full_address, full_end),
+            ("the full cache", lane.address, lane.end),
             ("the pool", held, held + lane.array.nbytes),
         ):
             if low < end and start < high:
@@ -399,14 +410,15 @@ class PoolMove:
 
     def _check_order(self) -> None:
         selection, layer = self._selection, self._layer
-        if self._kind == "serve":
-            if layer.installed < selection.previous:
+        if self._kind != "install":
+            if self._kind != "misses" and layer.installed < selection.previous:
                 self._late(f"selection {selection.previous} installed first", "it is not")
             if layer.installed >= selection.number:
                 self._late("a serve before the install", "an install already done")
         else:
-            if layer.served != selection.number:
-                self._late("this selection served first", f"selection {layer.served} served")
+            served = min(layer.taken, layer.fetched)
+            if served != selection.number:
+                self._late("this selection served first", f"selection {served} served")
             if layer.installed >= selection.number:
                 self._late("one install", "a second")
 
@@ -426,29 +438,29 @@ class PoolMove:
         if self.skipped:
             return
         self._check_order()
-        n = len(selection.ids)
-        for lane, info in zip(self._layer.lanes, self._infos, strict=True):
+        n, kind, layer = len(selection.ids), self._kind, self._layer
+        places, rows = selection.places(kind), self._rows()
+        for lane, info in zip(layer.lanes, self._infos, strict=True):
             array = lane.array
             place = (info.address, info.strides[0], array.ctypes.data, lane.row_bytes)
-            workers = _workers(self._rows() * lane.row_bytes)
-            if n and self._kind == "serve":
+            workers = _workers(rows * lane.row_bytes)
+            if n and kind != "install":
                 pool_rows.serve(
-                    *place, pool.capacity, lane.full_address, lane.num_blocks, lane.block_size,
-                    lane.block_stride, lane.row_stride, lane.row_bytes, selection.source,
+                    *place, pool.capacity, lane.address, lane.num_blocks, lane.block_size,
+                    lane.block_stride, lane.row_stride, lane.row_bytes, places,
                     selection.host_rows, workers,
                 )  # fmt: skip
             elif n:
-                pool_rows.install(*place, pool.capacity, lane.row_bytes, selection.target, workers)
-        if self._kind == "serve":
-            self._layer.served = selection.number
-        else:
-            self._layer.installed = selection.number
+                pool_rows.install(*place, pool.capacity, lane.row_bytes, places, workers)
+        if kind == "install":
+            layer.installed = selection.number
+        if kind in ("serve", "hits"):
+            layer.taken = selection.number
+        if kind in ("serve", "misses"):
+            layer.fetched = selection.number
 
     def _rows(self) -> int:
-        selection = self._selection
-        if self._kind == "serve":
-            return selection.hits + selection.misses
-        return int(np.count_nonzero(selection.target >= 0))
+        return self._selection.count(self._kind)
 
     # -- what a stream asks ---------------------------------------------------------------
 
@@ -481,9 +493,9 @@ class PoolMove:
         reads: list[Access] = []
         writes: list[Access] = []
         for number, (lane, info) in enumerate(zip(self._layer.lanes, self._infos, strict=True)):
-            place = selection.source if self._kind == "serve" else selection.target
+            place = selection.places(self._kind)
             held = lane.array.ctypes.data + place[place >= 0].astype(np.int64) * lane.row_bytes
-            used = np.flatnonzero(place >= (-1 if self._kind == "serve" else 0))
+            used = np.flatnonzero(place >= (0 if self._kind == "install" else -1))
             outs = info.address + used * info.strides[0]
             pool_side = _access(f"pool[{number}]", lane.held, held, lane.row_bytes)
             out_side = _access(f"out[{number}]", self._out[number], outs, lane.row_bytes)
@@ -491,13 +503,9 @@ class PoolMove:
                 reads.append(out_side)
                 writes.append(pool_side)
                 continue
-            rows = selection.host_rows[selection.source == -1]
-            starts = (
-                lane.full_address
-                + rows // lane.block_size * lane.block_stride
-                + rows % lane.block_size * lane.row_stride
-            )
-            reads += [pool_side, _access(f"full[{number}]", lane.full, starts, lane.row_bytes)]
+            rows = selection.host_rows[place == -1]
+            starts = lane.starts(rows)
+            reads += [pool_side, _access(f"full[{number}]", lane.owner, starts, lane.row_bytes)]
             writes.append(out_side)
         return tuple(reads), tuple(writes)
 
@@ -522,25 +530,3 @@ def _indices(name: str, values: Any) -> Ids:
     if array.ndim != 1:
         fail(name, "one axis", f"shape {array.shape}")
     return array
-
-
-def _read_layers(full: Mapping[int, Sequence[Any]]) -> dict[int, _Layer]:
-    if not isinstance(full, Mapping) or not full:
-        fail("full", "the lanes of each layer, by layer id", type(full).__name__)
-    layers: dict[int, _Layer] = {}
-    for number, lanes in full.items():
-        check_integer("full", number, 0)
-        if isinstance(lanes, np.ndarray) or not isinstance(lanes, Sequence) or not lanes:
-            fail(f"full[{number}]", "a sequence of arrays, one a lane", type(lanes).__name__)
-        layers[number] = _Layer([_Lane(f"full[{number}]", lane) for lane in lanes])
-    first = next(iter(layers.values())).lanes
-    for number, layer in layers.items():
-        seen = [(x.num_blocks, x.block_size, x.flat) for x in layer.lanes]
-        shape = (first[0].num_blocks, first[0].block_size, first[0].flat)
-        if set(seen) != {shape} or len(seen) != len(first):
-            raise ParamInvalidError(
-                f"full[{number}]: expected {len(first)} lanes of one block table, got {seen}",
-                argument="full",
-                seen=seen,
-            )
-    return layers

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The streams, events and device memory of the decode engine: bytes, never decisions.
+
+What orders what, of layer l with input buffer b (both ways, so that no byte is raced for):
+
+- writing new rows waits for the layer's last copy to the host, which reads the same rings;
+- misses wait for the choice of ids, for the attention and the install that used b last, and for
+  the layer's copies to the host of the steps before;
+- hits wait for the layer's install of the step before, and for the install that used b last;
+- the attention waits for the misses; the install for misses and hits;
+- a copy to the host waits for the writing of new rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.offload.decode_moves import (
+    Attend,
+    AttentionInput,
+    BatchMove,
+    MakeRows,
+    Ring,
+    RingServe,
+    RingStore,
+    RingWrite,
+)
+from kvcore.offload.layer_events import LayerEvents
+from kvcore.runtime.profile import COMPUTE, D2H, H2D, HBM
+
+if TYPE_CHECKING:
+    from kvcore.offload.decode import Part
+    from kvcore.offload.decode_moves import Demand
+    from kvcore.offload.decode_request import DecodeRequest
+    from kvcore.offload.full_lanes import FullLane
+    from kvcore.runtime import Device, Event, Stream
+
+__all__ = ["Launcher"]
+
+
+class Launcher:
+    """See `DecodeEngine` for the arguments.
+
+    events: loads and saves by layer; streams: compute, h2d, side, d2h.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        lanes: Mapping[int, Sequence[FullLane]],
+        groups: Sequence[Sequence[int]],
+        *,
+        places: int,
+        topk: int,
+        recent_rows: int,
+        depth: int,
+        rows: MakeRows,
+        attend: Callable[[AttentionInput], object] | None,
+        layer_us: float | Callable[[int, int, int], float],
+        pace: bool,
+        compute: Stream | None,
+    ) -> None:
+        self._lanes = dict(lanes)
+        self._groups, self._pace = groups, pace
+        self._make, self._attend, self._layer_us = rows, attend, layer_us
+        first = next(iter(lanes.values()))
+        self._row_bytes = sum(lane.row_bytes for lane in first)
+        self._num_lanes = len(first)
+        self._joined = all(lane.row_stride * lane.block_size == lane.block_stride for lane in first)
+        self._recent, self._topk, self._depth = recent_rows, topk, depth
+        self._link = H2D
+        if all(getattr(lane.owner, "space", "") == "device" for lane in first):
+            self._link = HBM
+        self._rings: dict[int, Ring] = {}
+        self._inputs: list[list[Any]] = []
+        # [buffer][place] the input of each lane
+        self._outs: list[list[list[Any]]] = []
+        try:
+            if places:
+                for layer, full in lanes.items():
+                    self._rings[layer] = Ring(device, layer, full, places, recent_rows)
+                for _ in range(depth):
+                    self._inputs.append([])
+                    for lane in first:
+                        made = device.empty((places, topk, lane.row_bytes), "uint8")
+                        self._inputs[-1].append(made)
+                    inputs = self._inputs[-1]
+                    self._outs.append([[lane[i] for lane in inputs] for i in range(places)])
+        except BaseException:
+            self.close()
+            raise
+        self.streams: dict[str, Stream] = {
+            "compute": device.stream("compute") if compute is None else compute
+        }
+        for name in ("h2d", "side", "d2h"):
+            self.streams[name] = device.stream(name)
+        launched = [layer for group in groups for layer in group if pace or layer in lanes]
+        self.events = LayerEvents(device, launched)
+        self._installed = {layer: device.event() for layer in launched}
+        self._attended = [device.event() for _ in range(depth)]
+        self._drained = [device.event() for _ in range(depth)]
+        self._written, self._taken = device.event(), device.event()
+        self._turn = 0
+        self._origin_us = device.now
+        self._origin = self.streams["compute"].record_event()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        rings, self._rings = self._rings, {}
+        for ring in rings.values():
+            ring.close()
+        inputs, self._inputs = self._inputs, []
+        for buffers in inputs:
+            for buffer in buffers:
+                buffer.free()
+
+    def time_of(self, event: Event) -> float:
+        """Microseconds on the device's clock of an event of the computing stream, reached."""
+        return self._origin_us + self._origin.elapsed_time(event) * 1e3
+
+    def start_again(self) -> None:
+        """After a failure that everybody was told of: no event of the past holds anything back."""
+        compute = self.streams["compute"]
+        for layer in self.events.layers:
+            self.events.layer_loaded(layer, compute)
+            self.events.layer_saved(layer, compute)
+        for event in (*self._installed.values(), *self._attended, *self._drained):
+            event.record(compute)
+
+    # -- a step ---------------------------------------------------------------------------
+
+    def step(self, number: int, parts: Sequence[Part]) -> tuple[dict[str, Any], Event, Event]:
+        """Launch every layer; returns the fields of a `StepResult`, and the step's two events."""
+        compute = self.streams["compute"]
+        counts = dict.fromkeys(
+            ("hits", "misses", "recent", "hit_bytes", "h2d_bytes", "d2h_bytes", "rows",
+             "real_rows"), 0,
+        )  # fmt: skip
+        result: dict[str, Any] = {"number": number, "requests": {}, **counts}
+        tokens = sum(part.tokens for part in parts)
+        contexts = sum(part.request.context + part.tokens for part in parts)
+        pieces = sum(self._pieces(part.send[0], part.host_rows) for part in parts)
+        sent = sum(len(part.host_rows) for part in parts)
+        real = [part for part in parts if part.request.real]
+        start = compute.record_event()
+        for index, group in enumerate(self._groups):
+            hits, misses, recent = (sum(part.rows[index][i] for part in parts) for i in range(3))
+            result["hits"] += hits * len(group)
+            result["misses"] += misses * len(group)
+            result["recent"] += recent * len(group)
+            moved = sum(sum(part.rows[index]) for part in real)
+            result["rows"] += (hits + misses + recent) * len(group)
+            result["real_rows"] += moved * sum(layer in self._lanes for layer in group)
+            for place, layer in enumerate(group):
+                if parts and (self._pace or layer in self._lanes):
+                    rows = (hits, misses, recent)
+                    own = real if layer in self._lanes else []
+                    self._write(layer, own, tokens)
+                    self._load(layer, own, index, rows, first=place == 0)
+                    self._serve(layer, own, index, rows)
+                    self._attention(layer, own, index, len(parts), contexts)
+                    self._install(layer, own, index, misses)
+                    self._save(layer, own, sent, pieces)
+                    self._turn = (self._turn + 1) % self._depth
+        for kind, row in (("hit_bytes", "hits"), ("h2d_bytes", "misses")):
+            result[kind] = result[row] * self._row_bytes
+        layers = sum(map(len, self._groups))
+        result["d2h_bytes"] = sent * self._row_bytes * layers
+        return result, start, compute.record_event()
+
+    def _write(self, layer: int, parts: Sequence[Part], tokens: int) -> None:
+        compute = self.streams["compute"]
+        self.events.wait_for_layer_save(layer, compute)
+        moves = []
+        arrays: tuple[Any, ...] = ()
+        if parts:
+            ring = self._rings[layer]
+            who = [(part.request, part.request.context, part.tokens) for part in parts]
+            moves.append(RingWrite(ring, self._make, who))
+            arrays = tuple(ring.lanes)
+        compute.launch(self._move(f"write {layer}", moves, arrays, HBM, tokens, twice=True))
+        self._written.record(compute)
+
+    def _load(
+        self,
+        layer: int,
+        parts: Sequence[Part],
+        group: int,
+        rows: tuple[int, int, int],
+        *,
+        first: bool,
+    ) -> None:
+        h2d, turn = self.streams["h2d"], self._turn
+        if first:
+            h2d.wait_event(self._written)  # and the choice of ids
+        for event in (self._attended[turn], self._drained[turn]):
+            if event.recorded:
+                h2d.wait_event(event)
+        self.events.wait_for_layer_save(layer, h2d)
+        moves = []
+        for i, part in enumerate(parts):
+            pool = part.request.pools[group]
+            out = self._out(turn, i)
+            moves.append(pool.plan_misses(part.chosen[group].selection, layer, out))
+        if moves or rows[1]:
+            name = f"misses {layer}"
+            h2d.launch(self._move(name, moves, self._touching(layer), self._link, rows[1]))
+        self.events.layer_loaded(layer, h2d)
+
+    def _serve(
+        self, layer: int, parts: Sequence[Part], group: int, rows: tuple[int, int, int]
+    ) -> None:
+        compute, turn = self.streams["compute"], self._turn
+        for event in (self._installed[layer], self._drained[turn]):
+            if event.recorded:
+                compute.wait_event(event)
+        moves: list[Any] = []
+        for i, part in enumerate(parts):
+            request, chosen, out = part.request, part.chosen[group], self._out(turn, i)
+            moves.append(request.pools[group].plan_hits(chosen.selection, layer, out))
+            if (chosen.in_ring >= 0).any():
+                moves.append(RingServe(self._rings[layer], request, chosen.in_ring, out))
+        count = rows[0] + rows[2]
+        if moves or count:
+            name = f"hits {layer}"
+            compute.launch(self._move(name, moves, self._touching(layer), HBM, count, twice=True))
+        self._taken.record(compute)
+
+    def _attention(
+        self, layer: int, parts: Sequence[Part], group: int, batch: int, tokens: int
+    ) -> None:
+        compute, turn = self.streams["compute"], self._turn
+        self.events.wait_for_layer_load(layer, compute)
+        if self._attend is not None and parts:
+            given = AttentionInput(layer)
+            for i, part in enumerate(parts):
+                chosen = part.chosen[group]
+                given.add(part.request.name, chosen.ids, chosen.index, self._out(turn, i))
+            arrays = tuple(self._inputs[turn])
+            compute.launch(
+                BatchMove(f"attend {layer}", [Attend(self._attend, given)], arrays, [], 0)
+            )
+        us = self._layer_us
+        us = us(layer, batch, tokens) if callable(us) else us
+        if us:
+            compute.compute(us, f"layer {layer}")
+        self._attended[turn].record(compute)
+
+    def _install(self, layer: int, parts: Sequence[Part], group: int, misses: int) -> None:
+        side, turn = self.streams["side"], self._turn
+        self.events.wait_for_layer_load(layer, side)
+        side.wait_event(self._taken)
+        moves = []
+        for i, part in enumerate(parts):
+            pool = part.request.pools[group]
+            out = self._out(turn, i)
+            moves.append(pool.plan_install(part.chosen[group].selection, layer, out))
+        if moves or misses:
+            name = f"install {layer}"
+            side.launch(self._move(name, moves, self._touching(layer), HBM, misses, twice=True))
+        self._installed[layer].record(side)
+        self._drained[turn].record(side)
+
+    def _save(self, layer: int, parts: Sequence[Part], sent: int, pieces: int) -> None:
+        if not sent:
+            return
+        d2h = self.streams["d2h"]
+        moves = [
+            RingStore(self._rings[layer], part.request, part.send[0], part.host_rows)
+            for part in parts
+            if len(part.host_rows)
+        ]
+        d2h.wait_event(self._written)
+        self._launch_save(layer, moves, sent, pieces)
+
+    def _launch_save(self, layer: int, moves: list[Any], sent: int, pieces: int) -> None:
+        d2h = self.streams["d2h"]
+        demands: list[Demand] = [
+            (HBM if self._link == HBM else D2H, sent * self._row_bytes, pieces * self._num_lanes)
+        ]
+        if self._link != HBM:
+            demands.append((HBM, sent * self._row_bytes, pieces * self._num_lanes))
+        arrays = self._touching(layer)
+        d2h.launch(BatchMove(f"save {layer}", moves, arrays, demands, sent * self._row_bytes))
+        self.events.layer_saved(layer, d2h)
+
+    def flush(self, request: DecodeRequest, first: int, host_rows: NDArray[np.int64]) -> int:
+        """Send positions from ``first`` on to the host, in every layer; returns the bytes."""
+        written = self.streams["compute"].record_event()
+        self.streams["d2h"].wait_event(written)
+        pieces = self._pieces(first, host_rows)
+        for layer in self.events.layers:
+            moves = []
+            if request.real and layer in self._rings:
+                moves.append(RingStore(self._rings[layer], request, first, host_rows))
+            self._launch_save(layer, moves, len(host_rows), pieces)
+        return len(host_rows) * self._row_bytes * sum(map(len, self._groups))
+
+    # -- parts ----------------------------------------------------------------------------
+
+    def _out(self, turn: int, place: int) -> list[Any]:
+        """A request's input of each lane, by its place among the step's real requests."""
+        return self._outs[turn][place]
+
+    def _touching(self, layer: int) -> tuple[Any, ...]:
+        """Owners of the memory that a layer's moves touch."""
+        if layer not in self._rings:
+            return ()
+        full = [lane.owner for lane in self._lanes[layer]]
+        return (*self._rings[layer].lanes, *full, *(x for buffers in self._inputs for x in buffers))
+
+    def _move(
+        self,
+        name: str,
+        moves: Sequence[Any],
+        arrays: tuple[Any, ...],
+        resource: int,
+        rows: int,
+        *,
+        twice: bool = False,
+    ) -> BatchMove:
+        """One launch that moves so many rows: read and written on the device, or over the link."""
+        nbytes, pieces = rows * self._row_bytes, rows * self._num_lanes
+        demands: list[Demand] = [(resource, nbytes * (1 + twice), pieces)]
+        if resource == H2D:
+            demands.append((HBM, nbytes, pieces))
+        if name.startswith(("write", "hits")):
+            demands.append((COMPUTE, 0, pieces))  # kernels among those that compute
+        return BatchMove(name, moves, arrays, demands, nbytes)
+
+    def _pieces(self, first: int, host_rows: NDArray[np.int64]) -> int:
+        """Contiguous pieces, of each lane, of a copy from the ring to these rows."""
+        if not len(host_rows):
+            return 0
+        slots = np.arange(first, first + len(host_rows)) % self._recent
+        apart = (np.diff(host_rows) != 1) | (np.diff(slots) != 1)
+        if not self._joined:
+            size = next(iter(self._lanes.values()))[0].block_size
+            apart |= host_rows[1:] % size == 0
+        return 1 + int(np.count_nonzero(apart))

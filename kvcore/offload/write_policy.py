@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the rows of new tokens go to the full cache on the host.
+
+New rows are written into a ring of a request's own on the device (`decode_request`).  A policy
+says, behind each step, up to which position they must be on the host:
+
+``write_through``  all of them, the step's drafts too: the host is never behind, each row goes
+                   alone, and a draft that is rejected has gone for nothing.
+``write_back``     none until the next step would not find room in the ring; then all that are
+                   accepted, as a few long pieces.  Rows leave too when they are asked for
+                   (``flush``), when a request is preempted or has finished.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvcore.errors import fail
+
+__all__ = ["WRITE_POLICIES", "WriteBack", "WritePolicy", "WriteThrough", "make_write_policy"]
+
+
+class WritePolicy(Protocol):
+    """What the engine asks."""
+
+    name: str
+
+    def rows_needed(self, most: int) -> int:
+        """The smallest ring, when a step writes at most ``most`` tokens a request."""
+
+    def default_rows(self, most: int) -> int:
+        """The ring when nobody says."""
+
+    def due(self, clean: int, accepted: int, end: int, rows: int, most: int) -> int:
+        """The position before which rows must be sent to the host now; ``clean`` for none.
+
+        clean:    positions below are there already.
+        accepted: positions below were accepted; those up to ``end`` were just written.
+        rows:     of the ring; most: tokens of a step.
+        """
+
+
+class WriteThrough:
+    """Every row at once."""
+
+    name = "write_through"
+
+    def rows_needed(self, most: int) -> int:
+        """One step's."""
+        return most
+
+    def default_rows(self, most: int) -> int:
+        """Two steps': what was just accepted is served from the ring, not read back."""
+        return 2 * most
+
+    def due(self, clean: int, accepted: int, end: int, rows: int, most: int) -> int:
+        """All that there is."""
+        return end
+
+
+class WriteBack:
+    """Rows stay until the ring has no room for another step."""
+
+    name = "write_back"
+
+    def rows_needed(self, most: int) -> int:
+        """One step's that may be rejected, and room for the next."""
+        return 2 * most
+
+    def default_rows(self, most: int) -> int:
+        """So that some hundred rows leave together."""
+        return max(128, 2 * most)
+
+    def due(self, clean: int, accepted: int, end: int, rows: int, most: int) -> int:
+        """What was accepted, when the next step would overwrite the oldest that is not clean."""
+        return accepted if end + most - clean > rows else clean
+
+
+WRITE_POLICIES: tuple[str, ...] = (WriteThrough.name, WriteBack.name)
+
+
+def make_write_policy(name: str) -> WritePolicy:
+    """The policy of that name.  Raises ParamInvalidError with the list."""
+    if name not in WRITE_POLICIES:
+        fail("write_policy", f"one of {', '.join(WRITE_POLICIES)}", repr(name))
+    return WriteThrough() if name == WriteThrough.name else WriteBack()
