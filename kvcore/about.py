@@ -51,10 +51,23 @@ def _soc_name() -> str | None:
     return None if current is None else current.name
 
 
-def info() -> dict[str, Any]:
-    """A nested dict: version, cpu, threads, soc, backends (None: usable, else why not), dtypes,
-    packages.  Takes milliseconds; it asks each backend whether it can run here.
+def _has_details(name: str) -> bool:
+    return hasattr(backends.get(name), "details")
 
+
+def _details(name: str) -> Any:
+    found: Any = backends.get(name)
+    try:
+        return found.details()
+    except Exception as error:  # a broken backend is part of the answer too
+        return f"{type(error).__name__}: {error}"
+
+
+def info() -> dict[str, Any]:
+    """A nested dict: version, cpu, threads, soc, backends (None: usable, else why not), details
+    (of backends that have any: libraries looked for, device, operators), dtypes, packages.
+
+    Takes milliseconds; it asks each backend whether it can run here.
     A setting that the environment gives a value it cannot have is the sentence that says so.
     """
     import kvcore
@@ -77,6 +90,7 @@ def info() -> dict[str, Any]:
         "soc": _setting(_soc_name),
         "backends": {name: backends.why_not(name) for name in backends.names()}
         | backends.load_errors(),
+        "details": {name: _details(name) for name in backends.names() if _has_details(name)},
         "dtypes": {row.name: _dtype_row(row) for row in dtypes.DATA_DTYPES},
         "packages": {
             "numpy": np.__version__,

@@ -94,6 +94,9 @@ def read(obj: Any, name: str) -> Reading:
         return _torch(obj, name)
     if obj is None or isinstance(obj, np.generic | str | int | float | list | tuple | dict):
         raise not_an_array(obj, name)
+    device = _attribute(obj, "__kvcore_device_array__", name)
+    if device is not None:
+        return _device(device, name)
     inner = _attribute(obj, "__kvcore_array__", name)
     if isinstance(inner, np.ndarray):
         return _numpy(inner, name, inner)
@@ -293,6 +296,21 @@ def _torch(tensor: Any, name: str) -> Reading:
     except Exception as error:  # nested, functional, fake tensors; a warning that is an error
         raise _unreadable(name, "tensor with memory of its own", error) from error
     return (address, shape, strides, row, itemsize, False, on_device, None)
+
+
+def _device(array: Any, name: str) -> Reading:
+    """Memory of a device, described by its owner: what ``__kvcore_device_array__`` gave."""
+    row = dtypes.BY_NAME.get(array.dtype)
+    return (
+        array.address,
+        tuple(array.shape),
+        tuple(array.strides),
+        NOT_IN_TABLE if row is None else row.id,
+        array.itemsize,
+        bool(array.read_only),
+        True,
+        array,
+    )
 
 
 def _dlpack(obj: Any, name: str) -> Reading:

@@ -5,16 +5,44 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal
 
-from kvcore.errors import KVPortabilityWarning
+from kvcore.errors import KVPortabilityWarning, ParamInvalidError
 
-__all__ = ["warn"]
+__all__ = ["Harm", "instead", "warn"]
 
 PACKAGE = __name__.partition(".")[0]
 
 
+_mode: ContextVar[str] = ContextVar("kvcore_portability", default="warn")
+
+
+class Harm(str):
+    """A warning of what the machine would do silently: other bytes, or none."""
+
+    __slots__ = ()
+
+
+@contextmanager
+def instead(mode: Literal["silence", "refuse"]) -> Iterator[None]:
+    """Where the machine is at hand: warn of nothing, or raise for what would do harm."""
+    token = _mode.set(mode)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
 def warn(text: str) -> None:
     """Give a KVPortabilityWarning that points at whoever called into the package."""
+    mode = _mode.get()
+    if mode == "refuse" and isinstance(text, Harm):
+        raise ParamInvalidError(str(text))
+    if mode != "warn":
+        return
     level = 2
     frame = sys._getframe(1)
     # Compiled functions have no frame, so the distance is not the same on every path.

@@ -148,7 +148,14 @@ def _choose(
         asked = os.environ.get(ENVIRONMENT, "").strip() or None
     if asked is None and not on_device:
         return None, None
-    spaces = {"device" if info.on_device else "host" for info in plan.infos() if info is not None}
+    infos = [info for info in plan.infos() if info is not None]
+    spaces = {"device" if info.on_device else "host" for info in infos}
+    if len(spaces) > 1 and asked is not None:
+        # A backend that was named may take small arrays from the host beside the device's.
+        named = get(asked) if isinstance(asked, str) else asked
+        uploads = getattr(named, "uploads", ())
+        if uploads and all(info.on_device or info.name in uploads for info in infos):
+            spaces = {"device"}
     if len(spaces) > 1:
         fail("backend", "arrays that all live on the host or all on one device", "a mixture")
     if asked is None:
@@ -163,6 +170,8 @@ def _choose(
     if isinstance(chosen, type) or not isinstance(chosen, Backend):
         fail("backend", "a name or a Backend", type(asked).__name__)
     if isinstance(chosen, CpuBackend) and not on_device:
+        return None, None
+    if not on_device and getattr(chosen, "fallback", None) == "cpu" and _reason(chosen) is not None:
         return None, None
     _require(chosen, None)
     if not spaces <= chosen.spaces:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvcore._core.arrays import ArrayInfo
+from kvcore._core.portability import Harm
 from kvcore.dtypes import BY_NAME, DATA_DTYPES, DType
 from kvcore.ops import checks
 from kvcore.soc import SoC
@@ -94,10 +95,10 @@ def check_gather_pa(case: Any, soc: SoC) -> tuple[str, ...]:
         checks.fail("value_cache", expected, value_type)
     if not wide and case.index_dtype is not INT32:
         checks.fail("block_tables", f"dtype int32 on {soc}", case.index_dtype)
-    warnings = []
+    warnings: list[str] = []
     if not wide and case.cache_mode == "PA_NZ" and any(i is not None for i in case.infos[6:]):
         warnings.append(
-            f"seq_offset: in PA_NZ, {soc} adds it to the column undivided by the block size"
+            Harm(f"seq_offset: in PA_NZ, {soc} adds it to the column undivided by the block size")
         )
     loose = [i.name for i in case.infos if i is not None and not _contiguous(i)]
     if loose:
@@ -158,15 +159,17 @@ def check_gather_selection(case: Any, soc: SoC) -> tuple[str, ...]:
         checks.fail("selection_k_rope", f"R of at most {MAX_ROPE_SIZE} on {soc}", rope_size)
     if cache.shape[2] > MAX_KV_SIZE:
         checks.fail("selection_kv_cache", f"K of at most {MAX_KV_SIZE} on {soc}", cache.shape[2])
-    warnings = []
+    warnings: list[str] = []
     if soc.name == "A2":
         warnings.append(
             "soc: GatherSelectionKvCache is documented for A3 only, though built for A2"
         )
     if case.topk <= MAX_TOPK_OF_WIDE_BLOCKS and case.steps != 1:
         warnings.append(
-            f"{ids}: the kernel for a top-k up to {MAX_TOPK_OF_WIDE_BLOCKS} takes one row a "
-            f"request, got S = {case.steps}"
+            Harm(
+                f"{ids}: the kernel for a top-k up to {MAX_TOPK_OF_WIDE_BLOCKS} takes one row a "
+                f"request, got S = {case.steps}"
+            )
         )
     item = cache.itemsize
     needed = (
@@ -178,7 +181,9 @@ def check_gather_selection(case: Any, soc: SoC) -> tuple[str, ...]:
     )
     if needed > UNIFIED_BUFFER_BYTES:
         warnings.append(
-            f"selection_topk_block_size: a row's buffers take {needed} bytes on the device, "
-            f"whose unified buffer has {UNIFIED_BUFFER_BYTES}"
+            Harm(
+                f"selection_topk_block_size: a row's buffers take {needed} bytes on the device, "
+                f"whose unified buffer has {UNIFIED_BUFFER_BYTES}"
+            )
         )
     return tuple(warnings)

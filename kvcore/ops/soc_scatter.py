@@ -19,7 +19,7 @@ from kvcore._core import adopt
 from kvcore._core.arrays import ArrayInfo
 from kvcore._core.lanes import NZ_BYTES
 from kvcore._core.plan import Spec
-from kvcore._core.portability import warn
+from kvcore._core.portability import Harm, warn
 from kvcore.errors import fail
 from kvcore.soc import PROFILES, Accepted, SoC
 
@@ -61,7 +61,7 @@ def check_scatter(case: Any, soc: SoC, operator: str = KEY_VALUE) -> tuple[str, 
     if case.tokens == 0:
         return ()
     quirks = _quirks_950 if soc.name == "950" else _quirks_910
-    return tuple(f"{soc.name}: {text}" for text in quirks(case, soc))
+    return tuple(type(text)(f"{soc.name}: {text}") for text in quirks(case, soc))
 
 
 # ---------------------------------------------------------------- refused
@@ -170,21 +170,23 @@ def _quirks_910(case: Any, soc: SoC) -> Iterator[str]:
 def _quirks_of_windows(case: Any, soc: SoC) -> Iterator[str]:
     key, value = case.head_size, case.value_head_size
     if key != value:
-        yield (
+        yield Harm(
             f"the compression kernels take the key's head size {key} for the value too, "
             f"which has {value}"
         )
     for name, size in (("key", key), ("value", value)):
         if size % NZ_BYTES and (name == "key" or size != key):
-            yield (
+            yield Harm(
                 f"the compression kernels assume head sizes that are multiples of {NZ_BYTES}; "
                 f"{name} has {size}"
             )
     most = soc.profile.mean_head_size
     if case.number == 5 and most is not None and max(key, value) > most:
-        yield f"the {case.rule} kernel has room for head sizes up to {most}, not {max(key, value)}"
+        yield Harm(
+            f"the {case.rule} kernel has room for head sizes up to {most}, not {max(key, value)}"
+        )
     if case.index_dtype.name != "int32":
-        yield f"the compression kernels read int32 indices, and these are {case.index_dtype}"
+        yield Harm(f"the compression kernels read int32 indices, and these are {case.index_dtype}")
 
 
 def _quirks_of_strides(case: Any) -> Iterator[str]:
@@ -196,13 +198,13 @@ def _quirks_of_strides(case: Any) -> Iterator[str]:
     for source_arg, cache_arg, _ in case.lanes():
         source, cache = case.infos[source_arg], case.infos[cache_arg]
         if not _dense_from(source, 0):
-            yield (
+            yield Harm(
                 f"the kernel ignores the strides of {source.name} and reads it as if it were "
                 "contiguous; make it contiguous first (or use Nct)"
             )
         if not _dense_from(cache, 1 if case.number == 2 else 0):
             honoured = "only the first axis' stride" if case.number == 2 else "no stride"
-            yield (
+            yield Harm(
                 f"the kernel honours {honoured} of {cache.name} in scenario {case.number} and "
                 "would write other bytes"
             )
@@ -272,8 +274,10 @@ class _NegativeSlots:
                 else "is not skipped: it writes in front of the cache"
             )
             warn(
-                f"{self.soc}: slot_mapping[{found[0]}] = {slots[found[0]]} {effect} "
-                f"(scenario {self.number})"
+                Harm(
+                    f"{self.soc}: slot_mapping[{found[0]}] = {slots[found[0]]} {effect} "
+                    f"(scenario {self.number})"
+                )
             )
 
 
@@ -308,6 +312,8 @@ class _Windows(_NegativeSlots):
             found = np.flatnonzero(values < least)
             if found.size:
                 warn(
-                    f"{self.soc}: {argument}[{found[0]}] = {values[found[0]]}, and the "
-                    f"{self.rule} kernel expects it >= {least}"
+                    Harm(
+                        f"{self.soc}: {argument}[{found[0]}] = {values[found[0]]}, and the "
+                        f"{self.rule} kernel expects it >= {least}"
+                    )
                 )

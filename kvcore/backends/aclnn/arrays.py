@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of a plan as the device sees them.
+
+Two kinds of arrays live on a device: objects with ``__kvcore_device_array__`` (the runtime's
+buffers) and torch_npu's tensors, taken by their data pointer.  Index arrays may also be on the
+host, where ``backend="aclnn"`` was named: they are copied to the device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvcore._core import adopt
+from kvcore._core.plan import Plan
+from kvcore.dtypes import BY_NAME, DType
+from kvcore.errors import fail
+
+__all__ = ["Argument", "contiguous_strides", "dtype_named", "element", "is_dense_from", "read_all"]
+
+#: A storage must begin on this many bytes.
+ALIGNMENT = 32
+
+
+@dataclass(slots=True)
+class Argument:
+    """One array of a call; what operators' rules read of it, and where its storage is.
+
+    strides in bytes.  base, storage_bytes: the whole allocation that the array is a view of.
+    dtype: of the stored items.  element: what the operator takes the items for.
+    source: the caller's object.  device_id: None for host memory.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: DType | None
+    dtype_name: str
+    itemsize: int
+    read_only: bool
+    on_device: bool
+    address: int
+    base: int
+    storage_bytes: int
+    device_id: int | None
+    source: Any
+    element: DType | None = None
+
+    @property
+    def size(self) -> int:
+        """Stored items."""
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the items without gaps."""
+        return self.size * self.itemsize
+
+    def placed(self, address: int) -> Argument:
+        """A contiguous array of the same shape at another place on the device."""
+        return replace(
+            self,
+            strides=contiguous_strides(self.shape, self.itemsize),
+            address=address,
+            base=address,
+            storage_bytes=max(self.nbytes, 1),
+            on_device=True,
+        )
+
+    def seen_as(self, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> Argument:
+        """Another view of the same storage, ``offset`` bytes behind this one's first element."""
+        return replace(
+            self, shape=tuple(shape), strides=tuple(strides), address=self.address + offset
+        )
+
+
+def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Strides in bytes of a C-contiguous array."""
+    steps, step = [], itemsize
+    for n in reversed(shape):
+        steps.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(steps))
+
+
+def is_dense_from(argument: Argument, axis: int) -> bool:
+    """Whether the axes from ``axis`` on are C-contiguous among themselves."""
+    if 0 in argument.shape:
+        return True
+    step = argument.itemsize
+    pairs = list(zip(argument.shape, argument.strides, strict=True))
+    for n, stride in reversed(pairs[axis:]):
+        if n != 1 and stride != step:
+            return False
+        step *= n
+    return all(stride >= step or n == 1 for n, stride in pairs[:axis])
+
+
+def read_all(plan: Plan) -> tuple[Argument | None, ...]:
+    """Every argument of a plan; None for those not given.
+
+    Raises ParamInvalidError for arrays of two devices, or one that leaves its storage.
+    """
+    found: list[Argument | None] = []
+    devices: dict[int, str] = {}
+    for info, source in zip(plan.infos(), plan.arrays, strict=True):
+        if info is None:
+            found.append(None)
+            continue
+        base, storage_bytes, device_id = info.address, 0, None
+        if info.on_device:
+            base, storage_bytes, device_id = _storage(source)
+            devices.setdefault(device_id, info.name)
+        one = Argument(
+            info.name,
+            info.shape,
+            info.strides,
+            info.dtype,
+            info.dtype_name,
+            info.itemsize,
+            info.read_only,
+            info.on_device,
+            info.address,
+            base,
+            storage_bytes,
+            device_id,
+            source,
+            info.dtype,
+        )
+        if info.on_device:
+            _inside(one)
+        found.append(one)
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        fail("backend", "arrays of one device", places)
+    return tuple(found)
+
+
+def _storage(source: Any) -> tuple[int, int, int]:
+    """(base address, bytes, device) of the allocation behind a device array."""
+    described = getattr(source, "__kvcore_device_array__", None)
+    if described is not None:
+        return described.base, described.storage_bytes, described.device_id
+    storage = source.untyped_storage()
+    return storage.data_ptr(), storage.nbytes(), source.device.index or 0
+
+
+def _inside(one: Argument) -> None:
+    if one.size == 0:
+        return
+    low = high = one.address
+    for n, stride in zip(one.shape, one.strides, strict=True):
+        low, high = low + min(0, (n - 1) * stride), high + max(0, (n - 1) * stride)
+    if low < one.base or high + one.itemsize > one.base + one.storage_bytes:
+        fail(
+            one.name,
+            f"elements inside its storage of {one.storage_bytes} bytes",
+            f"bytes {low - one.base} to {high + one.itemsize - one.base} of it",
+        )
+    if one.base % ALIGNMENT:
+        fail(one.name, f"a storage that begins on {ALIGNMENT} bytes", f"address {one.base:#x}")
+    if (one.address - one.base) % one.itemsize:
+        seen = f"an offset of {one.address - one.base} bytes"
+        fail(one.name, f"an offset of whole elements of {one.itemsize} bytes", seen)
+
+
+def dtype_named(name: Any) -> DType | None:
+    """The row of a ``dtype=`` argument that the operator has accepted."""
+    if name is None or isinstance(name, DType):
+        return name
+    spelled = name if isinstance(name, str) else str(name)
+    spelled = spelled.removeprefix("torch.")
+    spelled = adopt.TORCH_NAMES.get(spelled, spelled)
+    return BY_NAME[spelled if spelled in BY_NAME else np.dtype(name).name]
+
+
+def element(argument: Argument | None, named: DType | None) -> Argument | None:
+    """The argument with the type its raw unsigned items stand for."""
+    if argument is None or named is None or argument.dtype is None:
+        return argument
+    own = argument.dtype
+    raw = own.kind == "uint" and own.itemsize == named.itemsize
+    if raw or (own.packed and named.packed):
+        return replace(argument, element=named)
+    return argument
+
+
+def torch_module() -> Any:
+    """torch_npu where it is loaded, else None."""
+    return sys.modules.get("torch_npu")
