@@ -85,13 +85,9 @@ class UpdateCall(Call):
         key_shape = (new.size // hidden, 1, hidden)
         key = new.seen_as(key_shape, contiguous_strides(key_shape, item))
         kind = BY_NAME[self.slots.dtype.name]
-        slots = replace(
-            new.seen_as(self.slots.shape, self.slots.strides).placed(room.put(self.slots)),
-            name="slots",
-            itemsize=kind.itemsize,
-            element=kind,
-            storage_bytes=self.slots.nbytes,
-        )
+        like = replace(new, name="slots", itemsize=kind.itemsize, element=kind)
+        shape = self.slots.shape
+        slots = like.seen_as(shape, self.slots.strides).placed(room.put(self.slots))
         place = room.take("no value", PLACEHOLDER_BYTES)
         return [
             handles.tensor(key),
