@@ -423,6 +423,11 @@ class Device:
 
     # -- life
 
+    @property
+    def is_open(self) -> bool:
+        """Whether work can be launched: inside the block, until it is left."""
+        return bool(self._executor.is_open)
+
     def _open(self) -> None:
         if self._entered or self._executor.is_forked:
             raise StreamError(

@@ -22,9 +22,10 @@ from kvcore import soc as _soc
 from kvcore.errors import KVCoreError, ParamInvalidError, fail
 from kvcore.torch import formats, vendor
 from kvcore.torch.device_alias import DeviceAlias
+from kvcore.torch.launches import deliver
 from kvcore.torch.record import Recorder, make_recorder
 from kvcore.torch.schemas import Arguments, register, register_alias
-from kvcore.torch.streams import Streams, deliver, make_namespace
+from kvcore.torch.streams import Streams, make_namespace
 from kvcore.torch.swap import swap_blocks_batch
 from kvcore.torch.vendor import Vendor
 
@@ -67,7 +68,7 @@ class Installation:
         try:
             call = operator.prepare(self.soc, *args, **keywords)
             entry = None
-            if self.recorder is not None and not self.streams.capturing:
+            if self.recorder is not None and not self.streams.postponing:
                 given = read(args, keywords)
                 entry = self.recorder.before(operator, self.soc, given, call.plan)
             if self.streams.in_use:

@@ -12,25 +12,25 @@ clock is told of each call, on which stream it was and what it touched.
 from __future__ import annotations
 
 import contextlib
-import sys
+import threading
 import types
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import ParamInvalidError, StreamError, fail
+from kvcore.torch.launches import Done, Later, call_site, is_watched
 
 if TYPE_CHECKING:
     from kvcore.runtime import Device
-    from kvcore.runtime import Event as RuntimeEvent
     from kvcore.runtime import Stream as RuntimeStream
+    from kvcore.torch.events import Event, ExternalEvent, Record
     from kvcore.torch.vendor import Call
 
-__all__ = ["Event", "ExternalEvent", "Stream", "Streams", "make_namespace"]
+__all__ = ["Stream", "Streams", "active", "make_namespace", "the_stream"]
 
 _CURRENT: ContextVar[Stream | None] = ContextVar("kvcore_npu_stream", default=None)
-#: Packages whose frames are not the caller's program.
-_OURS = ("kvcore", "torch")
 
 
 class Streams:
@@ -45,6 +45,9 @@ class Streams:
         self._default: Stream | None = None
         self._watched: bool | None = None
         self.closed = False
+        #: Held by whoever changes what is kept back for streams.
+        self.lock = threading.RLock()
+        self.held: set[Stream] = set()
 
     @property
     def in_use(self) -> bool:
@@ -55,6 +58,16 @@ class Streams:
     def capturing(self) -> bool:
         """Whether calls are recorded into a graph at the moment."""
         return self.in_use and self.current.raw.is_capturing
+
+    @property
+    def postponing(self) -> bool:
+        """Whether a call made now runs later: captured, or behind an event not recorded yet."""
+        return self.in_use and (self.current.raw.is_capturing or self.current.held)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the device still takes work."""
+        return not self.closed and (self._device is None or self._device.is_open)
 
     @property
     def device(self) -> Device:
@@ -83,96 +96,41 @@ class Streams:
         found = _CURRENT.get()
         return found if found is not None and found.streams is self else self.default
 
+    def check_none_held(self) -> None:
+        """Raise when a stream waits for an event that nobody has recorded."""
+        for stream in self.held:
+            raise StreamError(
+                f"stream {stream.raw.name!r}: expected the ExternalEvent it waits for to be "
+                "recorded, got none",
+                argument="stream",
+            )
+
     def close(self, kind: Any = None, error: Any = None, trace: Any = None) -> None:
         """Leave the device if it was opened here; raises what it has not told anybody yet."""
         self.closed = True
         self._owned.__exit__(kind, error, trace)
+        if kind is None and any(stream._kept for stream in self.held):
+            self.check_none_held()
 
     def run(self, call: Call, name: str) -> Any:
-        """Run a call on the current stream, or let a captured one record it."""
+        """Run a call on the current stream, or leave it to the stream to run it later."""
         stream = self.current
-        stream._check_held()
         raw = stream.raw
         if raw.is_capturing:
-            raw.launch(_Captured(call, name))
+            raw.launch(Later(call, name))
+            return None
+        if stream.held:
+            later = Later(call, f"{name} at {call_site()}")
+            stream._do(lambda: raw.launch(later))
             return None
         if not raw.idle:
             raw.synchronize_blocking()
         result = call.plan.run()
         if self._watched is None:
-            self._watched = _is_watched(self.device)
+            self._watched = is_watched(self.device)
         if self._watched:
-            raw.launch(_Done(call.plan, f"{name} at {_place()}"))
+            raw.launch(Done(call.plan, f"{name} at {call_site()}"))
         return result
-
-
-def _is_watched(device: Device) -> bool:
-    """Whether anything on the device wants to know what was touched."""
-    if device.race_check != "off" or device.clock == "model":
-        return True
-    try:
-        return device.trace is not None
-    except ParamInvalidError:
-        return False
-
-
-class _Done:
-    """Work that was done already, for those who watch a device.
-
-    No ``reads`` and ``writes``: a modelled device would refuse memory that is not its own.
-    """
-
-    def __init__(self, plan: Any, name: str) -> None:
-        self.name = name
-        self.bytes_moved = plan.bytes_moved
-        self.num_descriptors = plan.num_descriptors
-        self._touched = plan.touched()
-
-    def run(self) -> None:
-        """Nothing is left to do."""
-
-    def touched(self) -> Any:
-        """What the call touched."""
-        return self._touched
-
-
-class _Captured:
-    """A call recorded into a graph: each replay reads its arguments anew."""
-
-    def __init__(self, call: Call, name: str) -> None:
-        self.call = call
-        self.name = name
-        self.touched = call.plan.touched
-
-    @property
-    def bytes_moved(self) -> int:
-        return self.call.plan.bytes_moved
-
-    @property
-    def num_descriptors(self) -> int:
-        return self.call.plan.num_descriptors
-
-    def run(self) -> None:
-        deliver(self.call, self.call.plan.run())
-
-
-def deliver(call: Call, result: Any) -> Any:
-    """Put what a plan returned where the call's caller has it; what the operator returns."""
-    if call.into is not None and result is not None:
-        import torch
-
-        call.into.copy_(torch.from_numpy(result))
-    return call.returned
-
-
-def _place() -> str:
-    """File and line of the caller's program."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _OURS:
-            break
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
 
 # ---------------------------------------------------------------- streams
@@ -181,25 +139,32 @@ class Stream:
 
     streams: Streams
     raw: RuntimeStream
-    held_by: ExternalEvent | None = None
+    #: What came behind a wait for an event that is not recorded yet; None: nothing holds it.
+    _kept: deque[Callable[[], None]] | None
 
     def __new__(cls, device: Any = None, priority: int = 0, **keywords: Any) -> Stream:
         """A new stream of the installation's device."""
-        streams = _active()
+        streams = active()
         _check_device(device)
         return cls._around(streams, streams.device.stream("npu"))
 
     @classmethod
     def _around(cls, streams: Streams, raw: RuntimeStream) -> Stream:
         made = object.__new__(cls)
-        made.streams, made.raw = streams, raw
+        made.streams, made.raw, made._kept = streams, raw, None
         return made
 
     def wait_stream(self, stream: Stream) -> None:
         """Order what comes here behind what the other stream has."""
-        other = _stream(stream, self.streams)
-        other._check_held()
-        self.raw.wait_stream(other.raw)
+        from kvcore.torch.events import Record
+
+        other = the_stream(stream, self.streams)
+        if not self.held and not other.held:
+            self.raw.wait_stream(other.raw)
+            return
+        record = Record(self.streams.device.event())
+        other._do(lambda: record.make(other.raw))
+        self._wait_for(record)
 
     def wait_event(self, event: Event | ExternalEvent) -> None:
         """Order what comes here behind the event's last record."""
@@ -207,27 +172,63 @@ class Stream:
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record an event (a new one by default) behind what this stream has."""
+        from kvcore.torch.events import Event
+
         event = Event() if event is None else event
         event.record(self)
         return event
 
     def query(self) -> bool:
         """Whether everything on this stream is done."""
-        return self.held_by is None and self.raw.query()
+        return not self.held and self.raw.query()
 
     def synchronize(self) -> None:
-        """Wait for this stream; raises what went wrong on it."""
-        self._check_held()
+        """Wait for this stream; raises what went wrong on it.
+
+        StreamError at once when it waits for an ExternalEvent that is not recorded yet: here
+        nobody but the caller would do so.
+        """
+        if self.held:
+            self.streams.check_none_held()
         self.raw.synchronize_blocking()
 
-    def _check_held(self) -> None:
-        if self.held_by is not None:
-            raise StreamError(
-                f"stream {self.raw.name!r}: expected the ExternalEvent it waits for to be "
-                "recorded, got more work first; here a call is done when it returns, so record "
-                "the event before what waits for it",
-                argument="stream",
-            )
+    # -- behind events that are not recorded yet
+
+    @property
+    def held(self) -> bool:
+        """Whether it waits for an event that is not recorded yet."""
+        return self._kept is not None
+
+    def _do(self, act: Callable[[], None]) -> None:
+        """Do it now, or when the stream goes on."""
+        with self.streams.lock:
+            if self._kept is None:
+                act()
+            else:
+                self._kept.append(act)
+
+    def _wait_for(self, record: Record) -> None:
+        with self.streams.lock:
+            if self._kept is not None:
+                self._kept.append(lambda: self._wait_for(record))
+            elif record.made:
+                record.raw.wait(self.raw)
+            else:
+                self._kept = deque()
+                self.streams.held.add(self)
+                record.waiting.append(self)
+
+    def _go_on(self, record: Record) -> None:
+        """The record was made: put on the stream what was kept, up to the next such wait."""
+        kept, self._kept = self._kept, None
+        self.streams.held.discard(self)
+        record.raw.wait(self.raw)
+        assert kept is not None
+        while kept:
+            kept.popleft()()
+            if self._kept is not None:
+                self._kept.extend(kept)
+                return
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.raw is self.raw
@@ -239,110 +240,9 @@ class Stream:
         return f"<npu.Stream {self.raw.name!r}>"
 
 
-class Event:
-    """An event; blocking and interprocess are accepted and mean nothing."""
-
-    def __init__(
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
-    ) -> None:
-        self.streams = _active()
-        self.raw: RuntimeEvent = self.streams.device.event(
-            blocking=bool(blocking), enable_timing=bool(enable_timing)
-        )
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Record behind what the stream (the current one by default) has."""
-        found = _stream(stream, self.streams)
-        found._check_held()
-        self.raw.record(found.raw)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Order what comes on the stream (the current one by default) behind the last record."""
-        self.raw.wait(_stream(stream, self.streams).raw)
-
-    def query(self) -> bool:
-        """Whether the last record was reached."""
-        return self.raw.query()
-
-    def synchronize(self) -> None:
-        """Wait for the last record."""
-        self.raw.synchronize_blocking()
-
-    def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds to another event."""
-        return self.raw.elapsed_time(getattr(end_event, "raw", end_event))
-
-    def __repr__(self) -> str:
-        return f"<npu.Event {self.raw!r}>"
-
-
-class ExternalEvent:
-    """An event for graphs, which others record: ``wait`` may come before ``record``.
-
-    A stream that waits for it takes no more work until it is recorded.  In a capture, wait and
-    reset become part of the graph: a replay whose wait is reached before the event was recorded
-    fails, since here nobody could record it meanwhile.
-    """
-
-    def __init__(self) -> None:
-        self.streams = _active()
-        self._raw: RuntimeEvent | None = None
-        self._set = False
-        self._held: list[Stream] = []
-        self._reset_once_reached = False
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Record behind what the stream (the current one by default) has."""
-        found = _stream(stream, self.streams)
-        found._check_held()
-        self._raw = self.streams.device.event()
-        self._raw.record(found.raw)
-        if not found.raw.idle:
-            found.raw.synchronize_blocking()
-        self._set = True
-        for held in self._held:
-            held.held_by = None
-            self._raw.wait(held.raw)
-        self._held.clear()
-        if self._reset_once_reached:
-            self._reset_once_reached = self._set = False
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Hold the stream (the current one by default) until the event is recorded."""
-        found = _stream(stream, self.streams)
-        found._check_held()
-        if found.raw.is_capturing:
-            found.raw.call(self._reach)
-        elif self._set and self._raw is not None:
-            self._raw.wait(found.raw)
-        else:
-            found.held_by = self
-            self._held.append(found)
-
-    def reset(self, stream: Stream | None = None) -> None:
-        """Take the record back: whoever waits from here on waits for the next one."""
-        found = _stream(stream, self.streams)
-        if found.raw.is_capturing:
-            found.raw.call(self._clear)
-        elif found.held_by is self:
-            self._reset_once_reached = True
-        else:
-            self._clear()
-
-    def _reach(self) -> None:
-        if not self._set:
-            raise StreamError(
-                "event: expected an ExternalEvent that was recorded before the graph was "
-                "replayed, got one that is not",
-                argument="event",
-            )
-
-    def _clear(self) -> None:
-        self._set = False
-
-
 # ---------------------------------------------------------------- what ns.npu has
-def _active() -> Streams:
+def active() -> Streams:
+    """The streams of the installation in force; StreamError without one."""
     from kvcore.torch import installation
 
     found = installation.active()
@@ -354,7 +254,8 @@ def _active() -> Streams:
     return found.streams
 
 
-def _stream(stream: Any, streams: Streams) -> Stream:
+def the_stream(stream: Any, streams: Streams) -> Stream:
+    """That stream, checked; the current one for None."""
     if stream is None:
         return streams.current
     if not isinstance(stream, Stream):
@@ -378,19 +279,19 @@ def _check_device(device: Any) -> None:
 def _current_stream(device: Any = None) -> Stream:
     """The stream in use in this task or thread, or the default stream."""
     _check_device(device)
-    return _active().current
+    return active().current
 
 
 def _default_stream(device: Any = None) -> Stream:
     """The default stream."""
     _check_device(device)
-    return _active().default
+    return active().default
 
 
 def _set_stream(stream: Stream) -> None:
     """Make a stream the current one of this task or thread; None changes nothing."""
     if stream is not None:
-        _CURRENT.set(_stream(stream, _active()))
+        _CURRENT.set(the_stream(stream, active()))
 
 
 @contextlib.contextmanager
@@ -399,7 +300,7 @@ def _use_stream(stream: Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
-    found = _stream(stream, _active())
+    found = the_stream(stream, active())
     token = _CURRENT.set(found)
     try:
         with found.streams.device.use(found.raw):
@@ -411,16 +312,20 @@ def _use_stream(stream: Stream | None) -> Iterator[None]:
 def _synchronize(device: Any = None) -> None:
     """Wait for every stream; raises what went wrong on one, and races not told of yet."""
     _check_device(device)
-    _active().device.synchronize_blocking()
+    streams = active()
+    streams.check_none_held()
+    streams.device.synchronize_blocking()
 
 
 def _is_current_stream_capturing() -> bool:
     """Whether calls are recorded into a graph at the moment."""
-    return _active().capturing
+    return active().capturing
 
 
 def make_namespace(name: str) -> types.ModuleType:
     """The module that goes on a namespace as ``npu``."""
+    from kvcore.torch.events import Event, ExternalEvent
+
     module = types.ModuleType(name, "Streams and events of kvcore.runtime, in torch_npu's words.")
     members = {
         "Stream": Stream,

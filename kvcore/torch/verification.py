@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvcore.errors import fail
 from kvcore.torch import formats, vendor
+from kvcore.torch.launches import deliver
 from kvcore.torch.record import (
     HEAD,
     MAGIC,
@@ -26,7 +27,6 @@ from kvcore.torch.record import (
     take,
 )
 from kvcore.torch.schemas import Arguments
-from kvcore.torch.streams import deliver
 
 __all__ = ["Difference", "Verification", "verify"]
 

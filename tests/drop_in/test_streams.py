@@ -244,37 +244,173 @@ def test_an_external_event_may_be_waited_for_first(torch_npu: Any) -> None:
     assert default.query()
 
 
-def test_work_behind_an_event_that_nobody_recorded(torch_npu: Any) -> None:
+def test_work_behind_an_event_that_is_recorded_later(torch_npu: Any) -> None:
+    """Calls, events and other streams' waits keep their order behind it."""
     npu, call = torch_npu.npu, arguments()
-    event = npu.ExternalEvent()
-    event.wait()
-    message = "expected the ExternalEvent it waits for to be recorded, got more work first"
-    for act in (
-        lambda: torch_npu._npu_reshape_and_cache(**call),
-        npu.current_stream().synchronize,
-        lambda: npu.Event().record(),
-        event.wait,
-    ):
-        with pytest.raises(kvcore.StreamError, match=message):
-            act()
+    event, stream, third, recorder = npu.ExternalEvent(), npu.Stream(), npu.Stream(), npu.Stream()
+    event.wait(stream)
+    event.reset(stream)
+    with npu.stream(stream):
+        torch_npu._npu_reshape_and_cache(**call)
+        key, _ = load(call, torch_npu)
+        done = npu.Event()
+        done.record()
+        call["slot_indices"].copy_(torch.tensor([0, 7]))  # read when the call runs
+    third.wait_event(done)
+    with npu.stream(third):
+        again, _ = load(call, torch_npu)
+    follower = npu.Stream()
+    follower.wait_stream(third)
     assert not call["key_cache"].any()
-    event.record(npu.Stream())
-    torch_npu._npu_reshape_and_cache(**call)
+    assert [s.query() for s in (stream, third, follower, recorder)] == [False] * 3 + [True]
+    assert not done.query()
+    event.record(recorder)
+    npu.synchronize()
+    assert done.query()
+    for found in (key, again):
+        assert torch.equal(found[[0, 7]], call["key"])
+    assert all(s.query() for s in (stream, third, follower))
+    with npu.stream(stream):  # and the stream is as before
+        torch_npu._npu_reshape_and_cache(**call)
 
 
-def test_an_external_event_in_a_graph() -> None:
+def test_two_external_events_one_after_the_other(torch_npu: Any) -> None:
+    npu, call = torch_npu.npu, arguments()
+    first, second, stream, other = (
+        npu.ExternalEvent(),
+        npu.ExternalEvent(),
+        *(npu.Stream() for _ in range(2)),
+    )
+    first.wait(stream)
+    second.wait(stream)
+    with npu.stream(stream):
+        torch_npu._npu_reshape_and_cache(**call)
+    first.record(other)
+    assert not stream.query()
+    assert not call["key_cache"].any()
+    second.record(other)
+    stream.synchronize()
+    assert call["key_cache"].any()
+
+
+def test_waiting_for_what_only_the_caller_could_record() -> None:
+    ns = types.ModuleType("torch_npu")
+    message = "expected the ExternalEvent it waits for to be recorded, got none"
+    handle = kvcore.torch.install(ns)
+    npu, call = ns.npu, arguments()
+    npu.ExternalEvent().wait()
+    done = npu.Event()
+    done.record()
+    ns._npu_reshape_and_cache(**call)
+    for wait in (npu.synchronize, npu.current_stream().synchronize):
+        with pytest.raises(kvcore.StreamError, match=message):
+            wait()
+    with pytest.raises(kvcore.StreamError, match="waits for an ExternalEvent; record that first"):
+        done.synchronize()
+    with pytest.raises(kvcore.StreamError, match=message):  # that call never ran
+        handle.uninstall()
+    assert not call["key_cache"].any()
+
+
+def test_calls_behind_an_external_event_do_not_race_with_what_was_recorded() -> None:
+    ns = types.ModuleType("torch_npu")
+    with (
+        kvcore.Device(race_check="raise") as device,
+        kvcore.torch.install(ns, device=device),
+    ):
+        npu, call = ns.npu, arguments()
+        event, reader, writer = npu.ExternalEvent(), npu.Stream(), npu.Stream()
+        event.wait(reader)
+        with npu.stream(reader):
+            key, _ = load(call, ns)
+        with npu.stream(writer):
+            ns._npu_reshape_and_cache(**call)
+        event.record(writer)
+        npu.synchronize()
+        assert torch.equal(key[[1, 6]], call["key"])
+
+
+def captured_wait(ns: Any, device: Any, call: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """(graph, its stream, the event it waits for and resets)."""
+    stream, event = ns.npu.Stream(), ns.npu.ExternalEvent()
+    with ns.npu.stream(stream), device.capture(stream.raw) as graph:
+        event.wait(stream)
+        event.reset(stream)
+        ns._npu_reshape_and_cache(**call)
+    return graph, stream, event
+
+
+@pytest.mark.parametrize("first", ["record", "replay"])
+def test_an_external_event_in_a_graph(first: str) -> None:
+    """Serving code replays, updates the parameters of the graph, and then records."""
     ns = types.ModuleType("torch_npu")
     with kvcore.Device() as device, kvcore.torch.install(ns, device=device):
-        npu, call = ns.npu, arguments()
-        stream, other, event = npu.Stream(), npu.Stream(), npu.ExternalEvent()
-        with npu.stream(stream), device.capture(stream.raw) as graph:
-            event.wait(stream)
-            event.reset(stream)
-            ns._npu_reshape_and_cache(**call)
-        event.record(other)
+        call = arguments()
+        graph, stream, event = captured_wait(ns, device, call)
+        update = ns.npu.Stream()
+        for slots in ([1, 6], [3, 4]):  # the graph has reset it the second time
+            if first == "replay":
+                graph.replay(stream.raw)
+            call["key_cache"].zero_()
+            call["slot_indices"].copy_(torch.tensor(slots))
+            event.record(update)
+            if first == "record":
+                graph.replay(stream.raw)
+            stream.synchronize()
+            assert torch.equal(call["key_cache"].view(8, 1, 8)[slots], call["key"])
+
+
+def test_a_graph_waits_for_work_of_the_recording_stream() -> None:
+    ns = types.ModuleType("torch_npu")
+    with kvcore.Device() as device, kvcore.torch.install(ns, device=device):
+        call = arguments()
+        graph, stream, event = captured_wait(ns, device, call)
+        update, gate = ns.npu.Stream(), threading.Event()
         graph.replay(stream.raw)
+        update.raw.call(gate.wait)
+        update.raw.call(lambda: call["slot_indices"].copy_(torch.tensor([3, 4])))
+        event.record(update)
+        assert not stream.query()
+        gate.set()
+        stream.synchronize()
+        assert torch.equal(call["key_cache"].view(8, 1, 8)[[3, 4]], call["key"])
+
+
+def test_a_graph_whose_event_is_recorded_by_a_graph() -> None:
+    ns = types.ModuleType("torch_npu")
+    with kvcore.Device() as device, kvcore.torch.install(ns, device=device):
+        call = arguments()
+        graph, stream, event = captured_wait(ns, device, call)
+        update = ns.npu.Stream()
+        with ns.npu.stream(update), device.capture(update.raw) as other:
+            event.record()
+        graph.replay(stream.raw)
+        other.replay(update.raw)
         stream.synchronize()
         assert call["key_cache"].any()
-        graph.replay(stream.raw)  # the graph has reset it
-        with pytest.raises(kvcore.StreamError, match="recorded before the graph was replayed"):
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_graph_that_waits_when_its_device_is_left(own: bool) -> None:
+    ns, call = types.ModuleType("torch_npu"), arguments()
+    device = kvcore.Device().__enter__() if own else None
+    handle = kvcore.torch.install(ns, device=device)
+    graph, stream, _ = captured_wait(ns, handle.streams.device, call)
+    graph.replay(stream.raw)
+    leave = handle.uninstall if device is None else lambda: device.__exit__(None, None, None)
+    with pytest.raises(kvcore.StreamError, match="got a device that is being left"):
+        leave()
+    handle.uninstall()
+    assert not call["key_cache"].any()
+
+
+def test_a_graph_waits_for_its_event_no_longer_than_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvcore.torch.events.WAIT_LIMIT_S", 0.0)
+    ns = types.ModuleType("torch_npu")
+    with kvcore.Device() as device, kvcore.torch.install(ns, device=device):
+        graph, stream, _ = captured_wait(ns, device, arguments())
+        graph.replay(stream.raw)
+        with pytest.raises(kvcore.StreamError, match="to be recorded, got no record in 0 s"):
             stream.synchronize()
