@@ -77,7 +77,8 @@ cdef class Executor:
         for i in range(self.num_workers):
             if self.workers[i] == me:
                 return True
-        return False
+        # a driver runs host functions on threads of its own
+        return len(self.calls) > 0 and me in self.calls
 
     def inside(self):
         """True on a worker of this device, that is inside a host function or a plan."""

@@ -202,15 +202,18 @@ class Copy:
 
 
 class Fill:
-    """Every element of an array set to one value."""
+    """Every element of an array set to one value.
+
+    target, value: both as a type of numpy's own.
+    """
 
     __slots__ = (
-        "_array",
-        "_value",
         "bytes_moved",
         "demands",
         "host_bytes",
         "num_descriptors",
+        "target",
+        "value",
         "writes",
     )
     name = "fill"
@@ -233,8 +236,8 @@ class Fill:
                 seen=value,
                 expected=str(array.dtype),
             )
-        self._array = bits(array)
-        self._value = bits(one.reshape(1))[0]
+        self.target = bits(array)
+        self.value = bits(one.reshape(1))[0]
         self.bytes_moved = int(array.nbytes)
         self.num_descriptors = pieces_of(array, array)
         self.writes = _accesses("dst", [dst], [array])
@@ -246,7 +249,7 @@ class Fill:
 
     def run(self) -> None:
         """Set the elements."""
-        self._array[...] = self._value
+        self.target[...] = self.value
 
     def touched(self) -> Whole:
         """A fill touches all of its array."""

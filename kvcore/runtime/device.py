@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 import anyio
 import anyio.lowlevel
+import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import CaptureError, ParamInvalidError, StreamError
@@ -39,10 +40,11 @@ from kvcore.runtime._executor import Executor
 from kvcore.runtime._marks import Failure, Mark
 from kvcore.runtime._storage import Ledger, Storage
 from kvcore.runtime.clock import ModelClock
+from kvcore.runtime.driver import driver_of
 from kvcore.runtime.event import Event, failed, unseen
 from kvcore.runtime.external import ExternalEvent, Promises, never_recorded
 from kvcore.runtime.graph import Capture, Graph, join_or_refuse
-from kvcore.runtime.host import Host, block
+from kvcore.runtime.host import Host
 from kvcore.runtime.memory import DEFAULT_ALIGNMENT, SPACES, Buffer, MemoryInfo, allocate, refuse
 from kvcore.runtime.observe import Observer, call_site
 from kvcore.runtime.profile import RESOURCES, DeviceProfile
@@ -71,8 +73,18 @@ class Device:
     trace, max_events: keep a trace, of at most so many entries a kind.
     workers:    threads that run operations.
     seed:       a whole number that decides which ready operation runs next; None: in turn.
-    backend:    None or "cpu"; a device of another backend is not available here.
+    backend:    None or "cpu": this machine.  "aclnn" (or "aclnn:1" for the second one): an NPU,
+                whose hardware then keeps order and time; BackendUnavailableError without one.
     """
+
+    # A driver has classes of its own in these places.
+    _stream_class: type[Stream] = Stream
+    _event_class: type[Event] = Event
+    _buffer_class: type[Buffer] = Buffer
+
+    def __new__(cls, *args: object, backend: object = None, **options: object) -> Device:
+        """A device of the class that drives the backend."""
+        return object.__new__(driver_of(backend) or cls if cls is Device else cls)
 
     def __init__(
         self,
@@ -150,7 +162,7 @@ class Device:
             index = len(self._streams) + 1  # 0 is the host
             n = self._names[name] = self._names.get(name, 0) + 1
             unique = name if n == 1 else f"{name}#{n}"
-            stream = Stream(self, unique, index)
+            stream = self._stream_class(self, unique, index)
             self._streams.append(stream)
             if self._race is not None:
                 self._race.lane(index, unique)
@@ -197,7 +209,7 @@ class Device:
     def event(self, *, blocking: bool = False, enable_timing: bool = True) -> Event:
         """A new event, not recorded."""
         self._executor.check()
-        return Event(self, blocking=blocking, enable_timing=enable_timing)
+        return self._event_class(self, blocking=blocking, enable_timing=enable_timing)
 
     def external_event(self) -> ExternalEvent:
         """A new event that streams may wait for before it is recorded."""
@@ -246,6 +258,10 @@ class Device:
         self._executor.check()
         self._refuse_in_capture("allocate memory")
         return allocate(self, shape, dtype, space, align)
+
+    def _take_bytes(self, space: str, nbytes: int) -> npt.NDArray[np.uint8]:
+        """So many bytes of a space; MemoryError when there are none.  A driver has its own."""
+        return np.empty(nbytes, np.uint8)
 
     def memory(self, space: str = "device") -> MemoryInfo:
         """Bytes used, the peak and the capacity of a space."""
@@ -509,7 +525,7 @@ class Device:
                 self._drop()
         finally:
             for mark in self._marks():
-                block(mark)
+                self._host.block_for_bytes(mark)
             self._close()
         if kind is None:
             self._raise_unseen()

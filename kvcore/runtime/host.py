@@ -66,6 +66,10 @@ class Host:
             while (node := self._clock.reach(mark.position)) is not None:
                 block(node)
 
+    def block_for_bytes(self, mark: Mark) -> None:
+        """``wait_for_bytes``, holding this thread."""
+        block(mark)
+
     def finds(self, mark: Mark) -> bool:
         """Whether the host, asking now, finds the mark reached."""
         clock = self._clock

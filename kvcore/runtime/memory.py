@@ -215,9 +215,7 @@ class Buffer(BufferCore):
         self.device._host_access(self, array, "w", "free")
         self.storage.release()
         # plans hold arrays of their own; a freed buffer must not keep the bytes
-        self._array = np.lib.stride_tricks.as_strided(
-            np.empty(1, array.dtype), array.shape, (0,) * array.ndim, writeable=False
-        )
+        self._array = stand_in(array)
         self.device._memory_changed()
 
     @contextlib.contextmanager
@@ -268,6 +266,13 @@ class Buffer(BufferCore):
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0)  # kDLCPU
+
+
+def stand_in(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """An array of the same shape and type that keeps no memory, for a buffer that was freed."""
+    return np.lib.stride_tricks.as_strided(
+        np.empty(1, array.dtype), array.shape, (0,) * array.ndim, writeable=False
+    )
 
 
 def element_type(dtype: object) -> tuple[str, np.dtype[Any]]:
@@ -323,8 +328,11 @@ def allocate(device: Device, shape: object, dtype: object, space: str, align: in
     if wanted >= 2**62 or not ledger.take(wanted):
         raise _exhausted(space, wanted, ledger.used, ledger.capacity)
     try:
-        base = np.empty(wanted + align, np.uint8)
+        base = device._take_bytes(space, wanted + align)
         storage = Storage(ledger, device._key, space, wanted, base)
+    except DeviceOutOfMemoryError:
+        ledger.untake(wanted)
+        raise
     except MemoryError as error:
         ledger.untake(wanted)
         raise _exhausted(space, wanted, ledger.used, ledger.capacity, "this machine") from error
@@ -332,7 +340,7 @@ def allocate(device: Device, shape: object, dtype: object, space: str, align: in
     array = base[start : start + wanted].view(numpy_type).reshape(dims)
     device._storages.add(storage)
     device._memory_changed()
-    return Buffer(device, storage, array, name, True)
+    return device._buffer_class(device, storage, array, name, True)
 
 
 def _dims(shape: object) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvcore.errors import BackendUnavailableError, ParamInvalidError
+from kvcore.runtime.driver import DRIVERS
 from kvcore.runtime.profile import DeviceProfile
 
 __all__ = ["RaceMode", "Settings", "default_race_check", "one_of"]
@@ -79,12 +80,12 @@ class Settings:
         else:
             events = DEFAULT_MAX_EVENTS if trace else 0
         if backend not in (None, "cpu"):
+            known = ", ".join(map(repr, DRIVERS))
             raise BackendUnavailableError(
-                f"backend: expected None or 'cpu', got {backend!r}; the runtime drives no other "
-                "device yet",
+                f"backend: expected None, 'cpu' or {known}, got {backend!r}",
                 argument="backend",
                 seen=backend,
-                expected=(None, "cpu"),
+                expected=(None, "cpu", *DRIVERS),
             )
         if clock == "model" and found is None:
             raise ParamInvalidError(

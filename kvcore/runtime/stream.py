@@ -48,7 +48,7 @@ class Stream(Queue):
         """
         if not self.executor.is_open:
             self.executor.check()
-        self._launch_unchecked(Copy(self.device, dst, src))
+        self._move(Copy(self.device, dst, src), (dst,), (src,))
 
     def copy_batch(self, dsts: Sequence[object], srcs: Sequence[object]) -> None:
         """Copy srcs[i] over dsts[i] for all i, in order, as one operation."""
@@ -66,13 +66,17 @@ class Stream(Queue):
                 seen=sizes[1],
                 expected=sizes[0],
             )
-        self._launch_unchecked(Copy.batch(self.device, dsts, srcs))
+        self._move(Copy.batch(self.device, dsts, srcs), dsts, srcs)
 
     def fill(self, dst: object, value: Any) -> None:
         """Set every element of dst to one value of its type."""
         if not self.executor.is_open:
             self.executor.check()
-        self._launch_unchecked(Fill(self.device, dst, value))
+        self._move(Fill(self.device, dst, value), (dst,), (dst,))
+
+    def _move(self, plan: Copy | Fill, dsts: Sequence[object], srcs: Sequence[object]) -> None:
+        # A driver moves bytes in its own way, for which it asks whose they are.
+        self._launch_unchecked(plan)
 
     def call(self, fn: Callable[..., object], *args: object) -> None:
         """Run fn(*args) in stream order, on a worker.
@@ -122,7 +126,7 @@ class Stream(Queue):
     def record_event(self, event: Event | ExternalEvent | None = None) -> Event | ExternalEvent:
         """Record an event (a new one by default) behind everything launched here."""
         if event is None:
-            event = Event(self.device)
+            event = self.device._event_class(self.device)
         elif isinstance(event, ExternalEvent):
             event.record(self)
             return event
@@ -148,7 +152,7 @@ class Stream(Queue):
                 argument="stream",
                 seen=type(stream).__name__,
             )
-        event = Event(self.device)
+        event = self.device._event_class(self.device)
         stream._record(event)
         self._wait(event)
 

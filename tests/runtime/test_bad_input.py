@@ -45,8 +45,13 @@ def test_devices(options: dict[str, Any], argument: str) -> None:
 def test_backends() -> None:
     with device(backend="cpu") as dev:
         assert dev.backend == "cpu"
-    with pytest.raises(kvcore.BackendUnavailableError, match=r"^backend: expected None or 'cpu'"):
-        kvcore.Device(backend="aclnn")
+    for name in ("gpu", "", 3, "cpu:1"):
+        with pytest.raises(
+            kvcore.BackendUnavailableError, match=r"^backend: expected None, 'cpu' or"
+        ):
+            kvcore.Device(backend=name)
+    with pytest.raises(kvcore.BackendUnavailableError, match=r"^backend: expected 'aclnn' or 'acl"):
+        kvcore.Device(backend="aclnn:x")
 
 
 @pytest.mark.parametrize(

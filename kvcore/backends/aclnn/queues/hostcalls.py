@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host functions: Python run by a thread of the driver, in stream order.
+
+The C side gets one function, made once and never freed, and a number; what the number stands for
+is kept here until it has run.  So no callback object can die under the driver.  None of this may
+call ACL: a host function that allocates, launches or waits would block its own stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvcore.backends.aclnn.structs import HOST_FUNC
+from kvcore.runtime._marks import Failure
+from kvcore.runtime._outside import enter, leave, promise, settle
+
+if TYPE_CHECKING:
+    from kvcore.backends.aclnn.queues.stream import AclStream
+
+__all__ = ["HostCall", "forget", "launch"]
+
+_numbers = itertools.count(1)
+_actions: dict[int, Callable[[], None]] = {}
+
+
+def _run(number: int | None) -> None:
+    action = _actions.pop(number or 0, None)
+    if action is not None:
+        action()
+
+
+_ENTRY = HOST_FUNC(_run)
+
+
+def launch(cann: Any, stream: int, action: Callable[[], None]) -> int:
+    """Put a function behind what the stream has; the number forgets it.  It must not raise."""
+    number = next(_numbers)
+    _actions[number] = action
+    try:
+        cann.aclrtLaunchHostFunc(stream, _ENTRY, number)
+    except BaseException:
+        forget(number)
+        raise
+    return number
+
+
+def forget(number: int) -> None:
+    """The function will not be called: its stream is gone."""
+    _actions.pop(number, None)
+
+
+class HostCall:
+    """A function of the program on a stream: ``Stream.call``, or a plan that runs on the host.
+
+    The stream's queue is held until it has run, by a promise.  That keeps the meaning of a
+    failure: when the function raises, nothing behind it is handed over.
+    """
+
+    __slots__ = ("_args", "_fn", "_number", "_stream", "done", "name")
+
+    def __init__(
+        self, stream: AclStream, fn: Callable[..., object], args: tuple[object, ...], name: str
+    ) -> None:
+        self.name = name
+        self._fn = fn
+        self._args = args
+        self._stream = stream
+        self._number = 0
+        self.done = promise(stream)
+
+    def __call__(self) -> None:
+        """Hand over; called by a worker when the stream's queue comes to it."""
+        stream = self._stream
+        calling = stream.executor.calling()
+        stream.device._bind()
+        stream._took(self)
+        self._number = launch(stream.device._cann, stream.handle, partial(self._act, calling))
+
+    def _act(self, calling: object) -> None:
+        stream = self._stream
+        executor = stream.executor
+        failure = None
+        enter(executor, calling)
+        try:
+            self._fn(*self._args)
+        except BaseException as error:  # whatever it is, it must not leave through C
+            failure = Failure(error, stream.name, self.name)
+            executor.failures.append(failure)
+        finally:
+            leave(executor)
+        settle(executor, self.done, failure)
+
+    def abandon(self, failure: Failure) -> None:
+        """The stream has failed before it came to this."""
+        forget(self._number)
+        settle(self._stream.executor, self.done, failure)

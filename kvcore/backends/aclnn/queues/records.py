@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Marks that the hardware reaches, and the events that hold them.
+
+Each record has an aclrtEvent of its own, from a pool: an event that a task waits for may be
+recorded again meanwhile, and the task means the record from before.  A handle goes back to the
+pool with the last reference to its record; a stream that was told to wait for it holds one.
+
+Events are made by aclrtCreateEventExWithFlag, as torch_npu makes them: recording again is allowed
+and status is asked by aclrtQueryEventStatus, where 1 means complete (aclrtQueryEvent, which is
+older, says 0).  aclrtRecordEvent takes the event first, aclrtStreamWaitEvent the stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any, cast
+
+from kvcore.backends.aclnn import constants
+from kvcore.errors import KVCoreError, StreamError
+from kvcore.runtime._executor import Executor
+from kvcore.runtime._marks import Failure, Mark
+from kvcore.runtime._outside import fail, promise, settle
+from kvcore.runtime.event import Event
+
+if TYPE_CHECKING:
+    from kvcore.backends.aclnn.queues.device import AclDevice
+    from kvcore.backends.aclnn.queues.stream import AclStream
+
+__all__ = ["TIMEOUTS", "AclEvent", "Dependency", "Events", "Record", "record_of"]
+
+#: Statuses that say "not yet".
+TIMEOUTS = (
+    constants.ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
+    constants.ACL_ERROR_RT_EVENT_SYNC_TIMEOUT,
+)
+
+
+class Events:
+    """The event handles of one device, with and without timing."""
+
+    def __init__(self, cann: Any) -> None:
+        self._cann = cann
+        self._idle: tuple[deque[int], deque[int]] = (deque(), deque())
+        self._all: list[int] = []
+
+    def lend(self, record: Record, timing: bool) -> int:
+        """A handle for as long as the record lives."""
+        idle = self._idle[timing]
+        try:
+            handle = idle.popleft()
+        except IndexError:
+            handle = self.make(timing)
+        weakref.finalize(record, idle.append, handle).atexit = False
+        return handle
+
+    def make(self, timing: bool) -> int:
+        """A new handle, destroyed with the device."""
+        found = ctypes.c_void_p()
+        flag = constants.ACL_EVENT_SYNC | (constants.ACL_EVENT_TIME_LINE if timing else 0)
+        self._cann.aclrtCreateEventExWithFlag(ctypes.byref(found), flag)
+        handle = found.value or 0
+        self._all.append(handle)
+        return handle
+
+    def close(self) -> list[KVCoreError]:
+        """Destroy every event; what went wrong."""
+        handles, self._all = self._all, []
+        for idle in self._idle:
+            idle.clear()
+        errors: list[KVCoreError] = []
+        for handle in handles:
+            try:
+                self._cann.aclrtDestroyEvent(handle)
+            except KVCoreError as error:
+                errors.append(error)
+        return errors
+
+
+class Record:
+    """One record of an event on a stream, from its place in the queue to the hardware's report.
+
+    mark:    what the program sees; None once it is resolved.
+    stream:  where it is recorded; None for an external event that nobody has recorded yet.
+    ready:   a mark resolved when the hardware has the record (or will never have it).
+    handle:  the aclrtEvent, 0 until then.
+    failure: why it was not reached.
+    rung:    a mark resolved when somebody should look at the hardware again.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_executor",
+        "failure",
+        "handle",
+        "in_flight",
+        "mark",
+        "ready",
+        "rung",
+        "stream",
+        "timing",
+    )
+
+    def __init__(self, executor: Executor, mark: Mark, timing: bool) -> None:
+        self._executor = executor
+        self.stream = cast("AclStream", mark.queue)
+        self.mark: Mark | None = mark
+        self.timing = timing
+        self.ready = promise(None)
+        self.handle = 0
+        self.failure: Failure | None = None
+        self.rung: Mark | None = None
+        self.in_flight = False
+
+    def hand_over(self, step: Mark) -> None:
+        """The queue has come to this record.  Never raises: it is called in a worker's loop."""
+        stream = self.stream
+        failure = step.failure
+        if failure is None and not step.dropped:
+            try:
+                if stream.is_quiet and not self.timing:
+                    self.resolve()
+                    return
+                device = stream.device
+                device._bind()
+                handle = device._events.lend(self, self.timing)
+                device._cann.aclrtRecordEvent(handle, stream.handle)
+            except BaseException as error:  # told to the host as any failure is
+                failure = Failure(error, stream.name, "record_event")
+                fail(stream.executor, stream, failure)
+            else:
+                stream._took(self)
+                self.handle = handle
+                settle(stream.executor, self.ready)
+                return
+        self.resolve(failure, dropped=step.dropped)
+
+    def resolve(self, failure: Failure | None = None, *, dropped: bool = False) -> None:
+        """Tell everybody, once."""
+        mark, self.mark = self.mark, None
+        executor = self._executor
+        if mark is not None:
+            self.failure = failure
+            settle(executor, mark, failure, dropped)
+        settle(executor, self.ready, failure, dropped)
+        if self.rung is not None:
+            settle(executor, self.rung)
+
+    def look(self) -> bool:
+        """Ask the hardware, and resolve when it has an answer; True when resolved."""
+        if self.mark is None:
+            return True
+        if not self.handle:
+            return False
+        status = ctypes.c_int32(-1)
+        try:
+            self.stream.device._cann.aclrtQueryEventStatus(self.handle, ctypes.byref(status))
+        except KVCoreError as error:
+            self.stream._lose(error)
+            return True
+        if status.value != constants.ACL_EVENT_RECORDED_STATUS_COMPLETE:
+            return False
+        self.confirm()
+        return True
+
+    def confirm(self) -> None:
+        """The event is complete: resolve, unless the stream has a failure to tell.
+
+        An asynchronous fault is reported by the next synchronisation, so there is one; what is
+        waited for here has happened.
+        """
+        if self.mark is None:
+            return
+        stream = self.stream
+        cann = stream.device._cann
+        try:
+            cann.aclrtSynchronizeEvent(self.handle)
+            if stream._ends_with(self):
+                stream._synchronize_briefly()
+        except KVCoreError as error:
+            stream._lose(error)
+        else:
+            stream._passed(self)
+
+
+def record_of(executor: Executor, mark: Mark) -> Record:
+    """The record of a mark; an external event's begins with whoever first asks."""
+    record: Record | None = mark.position
+    if record is None:
+        record = mark.position = Record(executor, mark, False)
+    return record
+
+
+class Dependency:
+    """In a stream's flight: it was told to wait for a record of another."""
+
+    __slots__ = ("record",)
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+
+
+class AclEvent(Event):
+    """An event whose records are reached by the hardware."""
+
+    device: AclDevice
+    _last: Mark | None = None
+
+    @property
+    def mark(self) -> Mark | None:  # type: ignore[override]
+        """The last record."""
+        return self._last
+
+    def elapsed_time(self, other: object) -> float:
+        """Milliseconds from this event's last record to the other's, by the device's clock."""
+        super().elapsed_time(other)  # refuses what is not recorded, not reached, without timing
+        assert isinstance(other, AclEvent)
+        handles = [_timed(self, "event"), _timed(other, "other")]
+        self.device._bind()
+        found = ctypes.c_float()
+        self.device._cann.aclrtEventElapsedTime(ctypes.byref(found), *handles)
+        return found.value
+
+
+def _timed(event: AclEvent, argument: str) -> int:
+    record: Record | None = None if event.mark is None else event.mark.position
+    if record is None or record.failure is not None or not record.handle:
+        raise StreamError(
+            f"{argument}: expected an event that was reached, got one that failed",
+            argument=argument,
+        )
+    return record.handle

@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stream whose work a hardware stream does; the package's page says how the two share it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kvcore.backends.aclnn import launch as operators
+from kvcore.backends.aclnn import status
+from kvcore.backends.aclnn.queues.hostcalls import HostCall
+from kvcore.backends.aclnn.queues.records import TIMEOUTS, AclEvent, Dependency, Record, record_of
+from kvcore.backends.aclnn.queues.transfers import Transfer
+from kvcore.errors import BackendUnavailableError, KVCoreError, ParamInvalidError
+from kvcore.runtime._marks import Failure, Mark, Waiter
+from kvcore.runtime._outside import fail, hold, owned, place, promise, settle
+from kvcore.runtime._queue import Queue
+from kvcore.runtime.copies import Copy, Fill
+from kvcore.runtime.stream import Stream
+
+if TYPE_CHECKING:
+    from kvcore.backends.aclnn.queues.device import AclDevice
+
+__all__ = ["AclStream"]
+
+#: Things in flight from which on the stream looks by itself how far the hardware is.
+FLIGHT = 256
+#: Seconds between two looks for a failure by a host that polls.
+PATIENCE_S = 0.05
+#: Milliseconds of a synchronisation that only wants to hear of a failure.
+GLANCE_MS = 1
+
+
+class _Work:
+    """An operation as the queue has it: the plan for whoever asks about it, and how it is run."""
+
+    __slots__ = ("_plan", "_stream", "name")
+
+    def __init__(self, stream: AclStream, plan: Any, name: str | None = None) -> None:
+        self._stream = stream
+        self._plan = plan
+        self.name = name or _name(plan)
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._plan, attribute)  # reads, writes, touched, arrays, ...
+
+    def run(self) -> None:
+        """Hand over; called by a worker when the queue comes to it."""
+        stream = self._stream
+        stream.device._bind()
+        try:
+            self.hand_over(stream.handle, stream._took)
+        except KVCoreError as error:
+            if error.code is not None and status.is_sticky(error.code):
+                # An earlier fault that this call happened to report: nothing in flight is sure.
+                stream._give_up(Failure(error, stream.name, self.name))
+            raise
+        stream._look_around()
+
+    def hand_over(self, handle: int, keep: Callable[[Any], None]) -> None:
+        """Run the plan, which puts its kernels on the stream."""
+        keep(self._plan)
+        # The operators keep their workspace by stream, but in a capture.
+        sink = None if keep == self._stream._took else keep
+        with operators.onto(stream=handle, device_id=self._stream.device.device_id, keep=sink):
+            self._plan.run()
+
+
+class _Arrays(_Work):
+    """A plan that has ``arrays``: the admission looks at them once for each type."""
+
+    __slots__ = ()
+
+
+class _Accesses(_Work):
+    """A plan that has ``reads`` and ``writes`` alone."""
+
+    __slots__ = ()
+
+
+class _Moves(_Work):
+    """A copy or a fill."""
+
+    __slots__ = ("_transfer",)
+
+    def __init__(self, stream: AclStream, transfer: Transfer) -> None:
+        super().__init__(stream, transfer.plan)
+        self._transfer = transfer
+
+    def hand_over(self, handle: int, keep: Callable[[Any], None]) -> None:
+        """Put its copies on the stream."""
+        self._transfer.hand_over(handle, keep)
+
+
+class AclStream(Stream):
+    """Work in launch order on an NPU's stream; see ``kvcore.runtime.Stream``.
+
+    ``compute`` is refused: work that only takes time is a notion of the model.  A plan that has
+    no arrays, only ``run()``, is a host function.
+    """
+
+    device: AclDevice
+
+    def __init__(self, device: AclDevice, name: str, index: int) -> None:
+        super().__init__(device, name, index)
+        self._flight: deque[Any] = deque()
+        self._steps: list[Mark] = []
+        self._flight_lock = threading.Lock()
+        self._handle = device._handles.make()
+        self._next_look = 0.0
+        #: Others put work on the handle too: an empty flight says nothing.
+        self.shared = False
+
+    @property
+    def handle(self) -> int:
+        """The aclrtStream; a new one after a failure."""
+        if not self._handle:
+            self._handle = self.device._handles.make()
+        return self._handle
+
+    # -- launching
+
+    def launch(self, plan: Any) -> None:
+        """Queue one run of a plan on the NPU and return at once.
+
+        Plans of kvcore's operators run by aclnn.  Errors of handing it over and of the device
+        reach the host at the next synchronise.
+        """
+        if isinstance(plan, type) or not callable(getattr(plan, "run", None)):
+            super().launch(plan)  # which refuses it
+            return
+        if hasattr(plan, "reads") and hasattr(plan, "writes"):
+            arrays = getattr(plan, "arrays", None)
+            if isinstance(arrays, tuple):
+                super().launch(_Arrays(self, plan))
+                return
+            if plan.reads or plan.writes:
+                super().launch(_Accesses(self, plan))
+                return
+        self._call_named(plan.run, (), _name(plan))
+
+    def _move(self, plan: Copy | Fill, dsts: Sequence[object], srcs: Sequence[object]) -> None:
+        transfer = Transfer(self.device, plan, dsts, srcs)
+        if self.capture is not None and transfer.by_host:
+            raise self.device._capture_error(
+                f"stream {self.name!r}", "copy within host memory or from pageable memory"
+            )
+        self._launch_unchecked(_Moves(self, transfer))
+
+    def _call(self, fn: Callable[..., object], args: tuple[object, ...]) -> None:
+        self._call_named(fn, args, getattr(fn, "__qualname__", type(fn).__name__))
+
+    def _call_named(self, fn: Callable[..., object], args: tuple[object, ...], name: str) -> None:
+        self.executor.check()
+        if self.capture is not None:
+            raise self.device._capture_error(f"stream {self.name!r}", "call a host function")
+        call = HostCall(self, fn, args, name)
+        with self.device._lock:  # nothing may come between the two
+            super()._call(call, ())
+            hold(self.executor, self, call.done)
+
+    def _timer(self, us: float, name: str) -> NoReturn:
+        raise BackendUnavailableError(
+            "compute: expected a plan to launch on backend 'aclnn', got work that only takes time, "
+            "which modelled devices have",
+            argument="us",
+            seen=us,
+        )
+
+    # -- order
+
+    def mark(self) -> Mark:
+        """A mark behind everything launched here so far."""
+        return self._place(timing=False)
+
+    def _place(self, *, timing: bool) -> Mark:
+        mark = promise(self)
+        mark.position = Record(self.executor, mark, timing)
+        self._record_mark(mark)
+        return mark
+
+    def _record_mark(self, mark: Mark) -> None:
+        record = record_of(self.executor, mark)
+        owned(mark, self)
+        record.stream = self
+        observer = self.executor.observer
+        if observer is None:
+            self._in_order(record.hand_over)
+        else:
+            with self.device._lock:
+                observer.marked(self, mark)
+                self._in_order(record.hand_over)
+
+    def _in_order(self, action: Callable[[Mark], None]) -> None:
+        """Call action(step) when the queue has come this far: here and now when it is empty."""
+        executor = self.executor
+        step = promise(self)
+        if self._rests():
+            settle(executor, step, self.failure)
+            action(step)
+        else:
+            self._steps.append(step)
+            step.add(Waiter(partial(self._act, action, step)))
+            place(executor, self, step)
+
+    def _act(self, action: Callable[[Mark], None], step: Mark) -> None:
+        try:
+            action(step)
+        finally:
+            self._steps.pop()
+
+    def _rests(self) -> bool:
+        # A queue counts as idle while it is telling of its last record; what is told here is
+        # part of the work.
+        idle: bool = Queue.idle.__get__(self)
+        return idle and not self._steps
+
+    def _record(self, event: Any) -> None:
+        executor = self.executor
+        executor.check()
+        self._same_device(event)
+        if self.capture is not None:
+            event._last = self.capture.record(self)
+            return
+        if executor.observer is not None:
+            executor.observer.event_call()
+        event._last = self._place(timing=event.enable_timing)
+
+    def _wait(self, event: Any) -> None:
+        executor = self.executor
+        executor.check()
+        self._same_device(event)
+        mark = event.mark
+        if mark is None:
+            if executor.observer is not None:
+                executor.observer.waited_for_nothing(self)
+            return
+        inside = mark.graph is not None or self.capture is not None
+        if inside and executor.graph_wait(self, mark):
+            return
+        if executor.observer is not None:
+            executor.observer.event_call()
+        self._wait_mark(mark)
+
+    def _wait_mark(self, mark: Mark) -> None:
+        if mark.queue is self:
+            return
+        observer = self.executor.observer
+        if observer is None:
+            self._wait_for(mark)
+        else:
+            with self.device._lock:
+                observer.waited(self, mark)
+                self._wait_for(mark)
+
+    def _wait_for(self, mark: Mark) -> None:
+        record = record_of(self.executor, mark)
+        if not mark.pending:
+            if mark.failed:
+                hold(self.executor, self, mark)
+            return
+        if record.ready.pending:
+            # The hardware must have the record before it can be told to wait for it.
+            hold(self.executor, self, record.ready)
+        self._in_order(partial(self._depend, record))
+
+    def _depend(self, record: Record, step: Mark) -> None:
+        """Tell the hardware to wait for a record.  Never raises, as ``Record.hand_over``."""
+        if step.failed or step.dropped:
+            return
+        executor = self.executor
+        if record.mark is None:
+            if record.failure is not None:
+                fail(executor, self, record.failure)
+            return
+        try:
+            self.device._bind()
+            self.device._cann.aclrtStreamWaitEvent(self.handle, record.handle)
+        except BaseException as error:  # told to the host as any failure is
+            fail(executor, self, Failure(error, self.name, "wait_event"))
+        else:
+            self._took(Dependency(record))
+
+    def _same_device(self, event: Any) -> None:
+        if not isinstance(event, AclEvent) or event.executor is not self.executor:
+            raise ParamInvalidError(
+                "event: expected an event of the stream's own device, got one of another device",
+                argument="event",
+                expected=f"an event of the device of stream {self.name!r}",
+            )
+
+    # -- waiting
+
+    def synchronize_blocking(self, timeout_s: float | None = None) -> None:
+        """Wait until everything launched here before this call is done, holding this thread.
+
+        Raises StreamError as ``synchronize``, and one with code 507046 when the work took longer
+        than the given seconds; it goes on then.
+        """
+        self._may_wait("synchronise")
+        mark = self.mark()
+        self.device._host.wait_blocking(mark, timeout_s)
+        self._finish(mark, always=False)
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing is queued here and the hardware was found to have nothing left."""
+        return self._rests() and not self._flight
+
+    # -- what the hardware has
+
+    @property
+    def is_quiet(self) -> bool:
+        """True when the hardware has nothing of this stream that is not known to be done."""
+        return not self._flight and not self.shared
+
+    def _took(self, item: object) -> None:
+        with self._flight_lock:
+            self._flight.append(item)
+            if isinstance(item, Record):
+                item.in_flight = True
+
+    def _ends_with(self, record: Record) -> bool:
+        with self._flight_lock:
+            return bool(self._flight) and self._flight[-1] is record
+
+    def _passed(self, record: Record) -> None:
+        """The hardware is past a record: everything before it is done."""
+        gone = []
+        with self._flight_lock:
+            while record.in_flight and self._flight:
+                item = self._flight.popleft()
+                gone.append(item)
+                if isinstance(item, Record):
+                    item.in_flight = False
+        for item in gone:
+            if isinstance(item, Record):
+                item.resolve()
+        record.resolve()
+
+    def _look_around(self) -> None:
+        """A program that never waits must not hold all that it ever launched."""
+        if len(self._flight) < FLIGHT or len(self._flight) % (FLIGHT // 4):
+            return
+        with self._flight_lock:
+            records = [item for item in self._flight if isinstance(item, Record)]
+        for record in records:
+            if not record.look():
+                break
+        if not records or records[-1].mark is None:
+            step = promise(self)
+            settle(self.executor, step)
+            Record(self.executor, promise(self), False).hand_over(step)
+
+    def _synchronize_briefly(self) -> None:
+        """Hear of a failure, if there is one; KVCoreError."""
+        cann = self.device._cann
+        if not self._handle or not cann.has("aclrtSynchronizeStreamWithTimeout"):
+            return
+        try:
+            cann.aclrtSynchronizeStreamWithTimeout(self._handle, GLANCE_MS)
+        except KVCoreError as error:
+            if error.code not in TIMEOUTS:
+                raise
+
+    def _look_for_failure(self, seen: set[AclStream], *, polling: bool = False) -> None:
+        """Find out whether this stream, or one that it waits for, has failed."""
+        if self in seen or not self._flight:
+            return
+        seen.add(self)
+        if polling:
+            now = time.monotonic()
+            if now < self._next_look:
+                return
+            self._next_look = now + PATIENCE_S
+        with self._flight_lock:
+            records = [item.record for item in self._flight if isinstance(item, Dependency)]
+        for record in records:
+            record.stream._look_for_failure(seen)
+            if record.failure is not None:
+                self._lose(record.failure.cause, record.failure)
+                return
+        try:
+            self._synchronize_briefly()
+        except KVCoreError as error:
+            self._lose(error)
+
+    # -- failing
+
+    def _lose(self, cause: BaseException, failure: Failure | None = None) -> None:
+        """The hardware has failed here, or on a stream that this one waits for."""
+        if failure is None:
+            failure = Failure(cause, self.name, self._in_flight_names())
+        fail(self.executor, self, failure)
+        self._give_up(failure)
+
+    def _give_up(self, failure: Failure) -> None:
+        """Count what is in flight as not done, and do without the handle from now on."""
+        with self._flight_lock:
+            items = list(self._flight)
+            self._flight.clear()
+            handle, self._handle = self._handle, 0
+            for item in items:
+                if isinstance(item, Record):
+                    item.in_flight = False
+        self.device._failed = True
+        if handle:
+            self.device._handles.discard(handle)
+        for item in items:
+            if isinstance(item, Record):
+                item.resolve(failure)
+            elif isinstance(item, HostCall):
+                item.abandon(failure)
+
+    def _in_flight_names(self) -> str:
+        with self._flight_lock:
+            items = list(self._flight)
+        names = [_name(item) for item in items if not isinstance(item, Record | Dependency)]
+        names = [name for name in names if name]
+        if not names:
+            return "work"
+        return names[0] if len(names) == 1 else f"one of {len(names)} operations ({names[0]}, ...)"
+
+
+def _name(plan: object) -> str:
+    """What an operation is called in messages."""
+    if isinstance(plan, Transfer):
+        plan = plan.plan
+    for holder in (plan, getattr(plan, "operator", None)):
+        with contextlib.suppress(Exception):
+            name = getattr(holder, "name", None)
+            if isinstance(name, str):
+                return name
+    return "" if isinstance(plan, tuple) else type(plan).__name__

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a host learns that the hardware has reached a record.
+
+A *ring*: a hardware stream of the host's own is told to wait for the record's event, and behind
+that comes a host function that rings.  Put on the work's stream, the function would have to be
+behind what was launched meanwhile, and would hold the stream up.  There is a ring for each record
+that is waited for at a moment, up to a limit.
+
+The *watch*: a thread that is there from the first ``await`` on and sleeps unless somebody waits.
+It asks for the events that got no ring, and looks whether a stream that is waited for has failed:
+behind a failure no host function runs, so nothing would ring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from _thread import allocate_lock
+from collections.abc import Callable
+from functools import partial
+from threading import Condition, Thread
+from typing import TYPE_CHECKING
+
+from kvcore.backends.aclnn.queues import hostcalls
+from kvcore.backends.aclnn.queues.records import TIMEOUTS, Record
+from kvcore.errors import KVCoreError, StreamError
+from kvcore.runtime._marks import Mark, Waiter
+from kvcore.runtime._outside import promise, settle
+from kvcore.runtime.host import Host
+
+if TYPE_CHECKING:
+    from kvcore.backends.aclnn.queues.device import AclDevice
+    from kvcore.backends.aclnn.queues.stream import AclStream
+
+__all__ = ["AclHost"]
+
+MAX_RINGS = 32
+#: Seconds between two looks of the watch: where nothing rings, and the longest otherwise.
+SHORT_S, LONG_S = 0.001, 0.05
+#: Milliseconds that a thread waits in one call, before it looks for failures and signals.
+SLICE_MS = 50
+
+
+class AclHost(Host):
+    """The host's side of a device with hardware queues."""
+
+    def __init__(self, device: AclDevice) -> None:
+        super().__init__(None)
+        self._device = device
+        self._idle_rings: list[int] = []
+        self._num_rings = 0
+        self._calls: dict[int, int] = {}
+        self._condition = Condition()
+        self._watched: list[Record] = []
+        self._thread: Thread | None = None
+        self._over = False
+
+    # -- waiting
+
+    async def wait(self, mark: Mark | None) -> None:
+        """Wait for a mark; always a checkpoint, and cancelling stops the waiting."""
+        if mark is None or not mark.pending:
+            await super().wait(mark)
+            return
+        record: Record = mark.position
+        if record.ready.pending:
+            await super().wait(record.ready)
+        while mark.pending:
+            await super().wait(self._ring_for(record))
+            if mark.pending:
+                self._device._bind()
+                record.look()
+
+    async def wait_for_bytes(self, mark: Mark) -> None:
+        """The same; there is no model."""
+        if mark.pending:
+            await self.wait(mark)
+
+    def wait_blocking(self, mark: Mark, timeout_s: float | None = None) -> None:
+        """Wait for a mark, holding this thread; StreamError when that takes too long."""
+        if not mark.pending:
+            return
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        record: Record = mark.position
+        _hold(record.ready, end)
+        device = self._device
+        cann = device._cann
+        while mark.pending:
+            if end is not None and time.monotonic() >= end:
+                raise StreamError(
+                    f"stream {record.stream.name!r}: expected its work to be done in {timeout_s} "
+                    "s, got work that goes on",
+                    argument="timeout_s",
+                    seen=timeout_s,
+                    code=TIMEOUTS[0],
+                )
+            device._bind()
+            if not record.handle:
+                continue  # a mark that resolves in this moment
+            left = SLICE_MS if end is None else 1e3 * (end - time.monotonic())
+            try:
+                if cann.has("aclrtSynchronizeEventWithTimeout"):
+                    slice_ms = max(1, min(SLICE_MS, int(left)))
+                    cann.aclrtSynchronizeEventWithTimeout(record.handle, slice_ms)
+                else:
+                    cann.aclrtSynchronizeEvent(record.handle)
+            except KVCoreError as error:
+                if error.code not in TIMEOUTS:
+                    record.stream._lose(error)
+                elif not record.look():
+                    record.stream._look_for_failure(set())
+            else:
+                record.confirm()
+
+    def block_for_bytes(self, mark: Mark) -> None:
+        """The same; there is no model."""
+        self.wait_blocking(mark)
+
+    def finds(self, mark: Mark) -> bool:
+        """Whether the host, asking now, finds the mark reached."""
+        if mark.pending:
+            record: Record = mark.position
+            if record.handle:
+                self._device._bind()
+                if not record.look():
+                    record.stream._look_for_failure(set(), polling=True)
+        return not mark.pending
+
+    # -- rings
+
+    def _ring_for(self, record: Record) -> Mark:
+        """A mark that resolves when it is time to look at the record."""
+        rung = record.rung
+        if rung is not None and rung.pending:
+            return rung
+        rung = record.rung = promise(record.stream)
+        device = self._device
+        device._bind()
+        if record.look():
+            settle(device._executor, rung)
+            return rung
+        with contextlib.suppress(KVCoreError):  # then the watch does it
+            self._ring(record, rung)
+        self._watch(record)
+        return rung
+
+    def _ring(self, record: Record, rung: Mark) -> None:
+        device = self._device
+        cann = device._cann
+        if not cann.has("aclrtLaunchHostFunc"):
+            return
+        with self._condition:
+            if self._idle_rings:
+                ring = self._idle_rings.pop()
+            elif self._num_rings < MAX_RINGS:
+                self._num_rings += 1
+                ring = 0
+            else:
+                return
+        ring = ring or device._rings.make()
+        cann.aclrtStreamWaitEvent(ring, record.handle)
+        self._calls[ring] = hostcalls.launch(cann, ring, partial(self._rang, ring, record, rung))
+
+    def _rang(self, ring: int, record: Record, rung: Mark) -> None:
+        # On a thread of the driver: no ACL, and never an exception.  The record is held until
+        # now, so that nobody records its event again before the ring's stream has seen it.
+        self._idle_rings.append(ring)
+        settle(self._device._executor, rung)
+
+    # -- the watch
+
+    def _watch(self, record: Record) -> None:
+        with self._condition:
+            self._watched.append(record)
+            if self._thread is None and not self._over:
+                self._thread = Thread(target=self._look, name="kvcore-watch", daemon=True)
+                self._thread.start()
+            self._condition.notify()
+
+    def _look(self) -> None:
+        executor = self._device._executor
+        pause = SHORT_S
+        while True:
+            with self._condition:
+                if self._over:
+                    return
+                if not self._watched:
+                    self._condition.wait()
+                    pause = SHORT_S
+                    continue
+                self._condition.wait(pause)
+                watched, self._watched = self._watched, []
+            busy: list[Record] = []
+            seen: set[AclStream] = set()
+            for record in watched:
+                if record.rung is None or not record.rung.pending:
+                    continue
+                if self._sees(record, seen):
+                    settle(executor, record.rung)
+                else:
+                    busy.append(record)
+            with self._condition:
+                self._watched += busy
+                crowded = self._num_rings >= MAX_RINGS or not busy
+            pause = SHORT_S if crowded else min(LONG_S, 2 * pause)
+
+    def _sees(self, record: Record, seen: set[AclStream]) -> bool:
+        try:
+            self._device._bind()
+            if not record.look():
+                record.stream._look_for_failure(seen)
+        except BaseException as error:  # whoever waits must hear of it, whatever it is
+            record.stream._lose(error)
+        return record.mark is None
+
+    # -- the end
+
+    def stop(self) -> None:
+        """End the watch; nobody waits any more."""
+        with self._condition:
+            self._over = True
+            self._condition.notify()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        for number in self._calls.values():
+            hostcalls.forget(number)  # behind a failure, a ring does not ring
+        self._calls.clear()
+
+    def abandon(self) -> None:
+        """In a forked child: neither the tasks nor the watch are here."""
+        super().abandon()
+        self._condition = Condition()
+        self._thread = None
+        self._over = True
+
+
+def _hold(mark: Mark, end: float | None, now: Callable[[], float] = time.monotonic) -> None:
+    """Hold this thread until the mark is resolved or the time is over."""
+    lock = allocate_lock()
+    lock.acquire()
+    waiter = Waiter(lock.release)
+    if mark.add(waiter):
+        try:
+            lock.acquire(True, -1 if end is None else max(0.0, end - now()))
+        finally:
+            mark.discard(waiter)
