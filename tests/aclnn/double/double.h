@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the files of the double share.  One lock guards everything: a call takes it in enter() and
+// gives it back in leave(); waiting for another thread is a wait on `changed`, which lets it go.
+#ifndef KVDOUBLE_H
+#define KVDOUBLE_H
+
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdint.h>
+
+#include "abi.h"
+
+// Internal symbols have a prefix, so that they never meet those of other libraries.
+#define enter(...) kvd_enter(__VA_ARGS__)
+#define leave(code) kvd_leave(code)
+#define error(...) kvd_error(__VA_ARGS__)
+#define violate(...) kvd_violate(__VA_ARGS__)
+
+extern pthread_mutex_t kvd_lock;
+extern pthread_cond_t kvd_changed;
+
+// -- books.c: handles, violations, calls, faults, texts -------------------------------------------
+
+enum kind {
+    H_CONTEXT, H_STREAM, H_STREAM_CONFIG, H_EVENT, H_GRAPH, H_TASK_GROUP, H_TENSOR, H_INT_ARRAY,
+    H_TENSOR_LIST, H_EXECUTOR, H_KINDS,
+};
+
+struct handle {
+    struct handle *next;
+    enum kind kind;
+    uint64_t serial;
+};
+
+void *kvd_create(enum kind kind, size_t size);
+void kvd_destroy(void *handle);
+bool kvd_is_live(const void *address, enum kind kind, uint64_t serial);  // serial 0: any
+// The live handle, or NULL after a violation that says what was given instead.
+void *kvd_check(const void *address, enum kind kind, const char *argument);
+void kvd_each(enum kind kind, void (*visit)(void *handle, void *data), void *data);
+
+enum {  // what a call needs
+    INIT = 1,        // 5.1: aclInit first
+    CONTEXT = 2,     // 5.1: aclrtSetDevice in every calling thread
+    CALLABLE = 4,    // may be called from a host function (1.7)
+    AFTER = 8,       // a forced failure is reported after the work: frees, waits, phase two
+    RUNTIME = INIT | CONTEXT,
+};
+// Takes the lock and records the call.  Non-zero: return leave(code) at once.
+int kvd_enter(const char *symbol, unsigned needs, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+int kvd_leave(int code);
+int kvd_forced(void);  // the failure ordered for the call at hand, 0 if none
+// Sets the text of aclGetRecentErrMsg; returns code.
+int kvd_error(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+// The same, and recorded as a broken rule of that section of the page.
+int kvd_violate(int code, const char *section, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+int kvd_async_fault(const char *symbol);  // the code ordered for the task just launched
+const char *kvd_symbol(void);
+void kvd_set_symbol(const char *symbol);  // in a thread of the double's own
+
+// -- device.c ---------------------------------------------------------------------------------------
+
+enum soc { SOC_A2, SOC_A3, SOC_950, SOC_310P, SOC_OTHER };
+
+struct context {
+    struct handle handle;
+    int device;
+    bool primary;
+    struct stream *default_stream;
+};
+
+struct settings {
+    char soc_name[64];
+    enum soc soc;
+    int devices;
+    uint64_t capacity;         // bytes of one device
+    bool eager, hold, poison;  // see README.md
+    uint64_t workspace_extra;
+    bool quirk_negative, quirk_no_nct_950, quirk_offset_nz;
+};
+extern struct settings kvd_settings;
+extern const char *const kvd_built_soc;  // from the generated settings.c
+extern const int kvd_built_devices;
+
+struct context *kvd_context(void);  // of this thread, NULL if none
+bool kvd_initialized(void);
+bool kvd_torn_down(void);  // by another party
+void kvd_set_soc(const char *name);
+void kvd_reset_devices(void);
+bool kvd_in_callback(void);
+void kvd_set_in_callback(bool on);
+
+// -- memory.c -----------------------------------------------------------------------------------------
+
+enum place { PAGEABLE, PINNED, DEVICE, SWAPPED, STRAY };
+
+struct block {
+    enum place place;
+    uintptr_t start;
+    size_t size;
+    unsigned char *bytes;  // where the memory really is
+    void *owned;           // what free() gets, NULL if the caller's
+    int device;
+    uint64_t serial;
+    int pending;  // launched tasks that have not passed
+    int refs;     // tasks and graphs that know it
+    bool dead;
+};
+
+enum place kvd_find(const void *address, struct block **block);
+void kvd_drop_block(struct block *block);  // gives up one ref
+size_t kvd_live_blocks(enum place place);
+void kvd_reset_memory(void);
+
+// -- stream.c -----------------------------------------------------------------------------------------
+
+struct task {
+    struct task *next;
+    const char *symbol;
+    int (*run)(struct task *task);  // without the lock; returns an asynchronous code
+    void (*release)(struct task *task);
+    void *data;
+    struct block **blocks;
+    int num_blocks;
+    int fault;                   // ordered with kvdouble_fail_async
+    struct recording *record;    // completes this
+    struct recording *wait;      // begins after this
+    bool external;               // record or wait that stays alive in a graph
+    struct event *event;         // of an external record in a graph
+    struct graph *graph;         // replays this
+    int refs;
+};
+
+struct recording {  // one aclrtRecordEvent
+    int refs;
+    bool done;
+    int error;
+    uint64_t time_ns;
+    struct stream *stream;  // valid while not done
+    uint64_t position;
+};
+
+struct stream {
+    struct handle handle;
+    struct context *context;
+    struct task *head, *tail;
+    uint64_t enqueued, done, allowed;
+    int error;
+    bool stop_on_error, aborting, closing, started, subscribed, used_host_func, used_callback;
+    pthread_t thread, report_thread;
+    uint32_t priority, flags;
+    struct graph *capture;
+    int capture_tail;
+    struct task_group *update;
+};
+
+struct task *kvd_new_task(int (*run)(struct task *));
+void kvd_drop_task(struct task *task);
+// Remembers that the task touches the memory; what: for the text.  Violation if out of bounds.
+int kvd_touch(struct task *task, const void *address, size_t size, const char *what);
+// The live stream of this context (NULL: the default stream), or NULL with *code set.
+struct stream *kvd_stream(const void *address, int *code);
+int kvd_launch(struct stream *stream, struct task *task);
+void kvd_allow(struct stream *stream, uint64_t position);
+// Waits; timeout_ms < 0: for ever.  False: time is over.
+bool kvd_drain(struct stream *stream, uint64_t position, int64_t timeout_ms);
+void kvd_close_stream(struct stream *stream, bool drop_work);
+int kvd_take_error(struct stream *stream);
+struct recording *kvd_new_recording(void);
+void kvd_drop_recording(struct recording *recording);
+uint64_t kvd_now_ns(void);
+void kvd_deadline(struct timespec *at, int64_t ms);
+void kvd_sync_all(int device);
+
+// -- event.c ------------------------------------------------------------------------------------------
+
+enum event_made { BY_CREATE, BY_FLAG, BY_EX };
+
+struct event {
+    struct handle handle;
+    enum event_made made;
+    uint32_t flags;
+    struct recording *last;
+    bool waited;
+    struct recording *last_wait;
+    uint64_t captured_by;  // serial of a graph, 0: none
+    int captured_node;
+};
+
+void kvd_forget_events(void);
+
+// -- capture.c ----------------------------------------------------------------------------------------
+
+struct node {
+    struct task *task;
+    int before, joins;  // nodes this one comes after, -1: none
+};
+
+struct graph {
+    struct handle handle;
+    struct stream *origin;
+    int mode;
+    pthread_t thread;
+    bool capturing, invalid;
+    struct node *nodes;
+    int count, room, running, group_start;
+};
+
+int kvd_capture_task(struct stream *stream, struct task *task);
+// Non-zero: the synchronous call is refused because of a capture (1.8).
+int kvd_capture_refuses(void);
+void kvd_invalidate(struct graph *graph);
+int kvd_run_graph(struct graph *graph);
+void kvd_free_graph(struct graph *graph);
+
+// -- tensor.c (libnnopbase) -----------------------------------------------------------------------------
+
+enum { MAX_RANK = 8 };
+
+struct tensor {
+    struct handle handle;
+    int rank, storage_rank, dtype, format;
+    int64_t dims[MAX_RANK], strides[MAX_RANK], storage[MAX_RANK], offset;
+    uint64_t data;
+    char fault[160];  // why phase one refuses it
+};
+
+struct int_array {
+    struct handle handle;
+    uint64_t size;
+    int64_t values[];
+};
+
+int kvd_bits(int dtype);  // of one element, 0: unknown
+int64_t kvd_elements(const struct tensor *t);
+int64_t kvd_storage_elements(const struct tensor *t);
+bool kvd_contiguous(const struct tensor *t);
+int64_t kvd_extent(const struct tensor *t);  // elements from the first to past the last
+
+// -- executor.c (libnnopbase) ---------------------------------------------------------------------------
+
+enum { MAX_TENSORS = 12 };
+
+struct view {  // a tensor as a kernel sees it
+    bool present;
+    struct tensor t;
+    const struct tensor *handle;
+    uint64_t serial;
+    unsigned char *base;        // of the element at offset 0
+    struct block *block;
+};
+
+struct call {
+    const char *op;
+    struct view v[MAX_TENSORS];
+    int num_views;
+    enum soc soc;
+    int scenario;
+    char cache_mode[16], scatter_mode[16];
+    int64_t strides[2], offsets[2], block;
+    bool flag, copies, empty;
+    int fault;
+    struct settings settings;
+};
+
+struct op {
+    const char *name, *phase_one;
+    int num_tensors;
+    const char *const *names;
+    int (*kernel)(struct call *call);
+    bool folds;  // 5.6: phase two folds every failure into 561000
+};
+
+struct executor {
+    struct handle handle;
+    const struct op *op;
+    const char *library;
+    struct call call;
+    uint64_t workspace;
+    bool repeatable, may_repeat, ran;
+    const char *strings[2];
+    char copies[2][16];
+};
+
+struct phase_one {
+    const struct op *op;
+    const char *library;
+    struct call call;
+    const char *strings[2];
+};
+
+// Fills a view; non-zero: the aclnn code.  NULL is allowed when null_code is 0.
+int kvd_view(struct phase_one *p, int index, const void *tensor, int null_code);
+int kvd_text(struct phase_one *p, int index, const char *text, char *copy, const char *argument);
+// Ends phase one well: makes the executor.
+int kvd_finish(struct phase_one *p, uint64_t workspace, bool may_repeat, uint64_t *size,
+                 void **executor);
+int kvd_open_phase_one(struct phase_one *p, const struct op *op, const char *library,
+                         uint64_t *size, void **executor);
+int kvd_phase_two(const struct op *op, const char *library, const char *symbol, void *workspace,
+                    uint64_t size, void *executor, const void *stream);
+
+// The address of an element, or NULL (and a fault) when n bytes there leave the allocation.
+unsigned char *kvd_at(struct call *c, struct view *v, int64_t element, int64_t bytes);
+int64_t kvd_index(struct call *c, struct view *v, int64_t position);  // of an int32/int64 view
+// A value no kernel survives: the stream fails with that code.
+void kvd_kernel_fault(struct call *c, int code);
+bool kvd_same_dims(const struct tensor *t, int rank, ...);  // int64_t each, -1: any
+// Copies n elements, steps apart in each view.
+void kvd_copy(struct call *c, struct view *dst, int64_t to, int64_t dst_step, struct view *src,
+                int64_t from, int64_t src_step, int64_t n);
+
+// -- numbers.c ------------------------------------------------------------------------------------------
+
+float kvd_decode(const unsigned char *bytes, int dtype);
+void kvd_encode(float value, unsigned char *bytes, int dtype);
+bool kvd_is_float(int dtype);
+
+#endif

@@ -1,0 +1,476 @@
+// SPDX-License-Identifier: Apache-2.0
+// Streams (page 1.5, 5.8): a thread each, first in first out.  Unless told to be eager, a stream
+// does its work as late as the interface allows: when somebody waits for it.  So a missing wait, or
+// memory freed too soon, shows on every run and not only on an unlucky one.
+#include "double.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum { MAX_STREAMS = 1984 };  // 5.8
+
+static int num_streams;
+
+uint64_t kvd_now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+void kvd_deadline(struct timespec *at, int64_t ms) {
+    clock_gettime(CLOCK_REALTIME, at);
+    at->tv_sec += ms / 1000;
+    at->tv_nsec += ms % 1000 * 1000000;
+    if (at->tv_nsec >= 1000000000) at->tv_sec++, at->tv_nsec -= 1000000000;
+}
+
+// -- tasks --------------------------------------------------------------------------------------------------
+
+struct task *kvd_new_task(int (*run)(struct task *)) {
+    struct task *t = calloc(1, sizeof *t);
+    if (!t) abort();
+    t->run = run;
+    t->symbol = kvd_symbol();
+    t->refs = 1;
+    return t;
+}
+
+void kvd_drop_task(struct task *t) {
+    if (--t->refs) return;
+    if (t->release) t->release(t);
+    for (int i = 0; i < t->num_blocks; i++) kvd_drop_block(t->blocks[i]);
+    if (t->record) kvd_drop_recording(t->record);
+    if (t->wait) kvd_drop_recording(t->wait);
+    free(t->blocks);
+    free(t);
+}
+
+int kvd_touch(struct task *t, const void *address, size_t size, const char *what) {
+    struct block *b;
+    enum place place = kvd_find(address, &b);
+    if (place == PAGEABLE) return OK;
+    if (!b)
+        return violate(RT_PARAM_INVALID, "5.1", "%s: device address %p is not allocated (any more)",
+                       what, address);
+    size_t offset = (uintptr_t)address - b->start;
+    if (size > b->size - offset)
+        return violate(RT_PARAM_INVALID, "5.3", "%s: %zu bytes at offset %zu leave the memory of %zu",
+                       what, size, offset, b->size);
+    struct block **more = realloc(t->blocks, (size_t)(t->num_blocks + 1) * sizeof *more);
+    if (!more) abort();
+    t->blocks = more;
+    t->blocks[t->num_blocks++] = b;
+    b->refs++;
+    return OK;
+}
+
+struct recording *kvd_new_recording(void) {
+    struct recording *r = calloc(1, sizeof *r);
+    if (!r) abort();
+    r->refs = 1;
+    return r;
+}
+
+void kvd_drop_recording(struct recording *r) {
+    if (!--r->refs) free(r);
+}
+
+static void complete(struct recording *r, int code) {
+    r->time_ns = kvd_now_ns();
+    r->error = code;
+    r->stream = NULL;
+    r->done = true;
+}
+
+static void count(struct task *t, int by) {
+    for (int i = 0; i < t->num_blocks; i++) t->blocks[i]->pending += by;
+    if (!t->graph) return;
+    t->graph->running += by;
+    for (int i = 0; i < t->graph->count; i++)
+        if (t->graph->nodes[i].task != t) count(t->graph->nodes[i].task, by);
+}
+
+// -- the thread -----------------------------------------------------------------------------------------------
+
+static bool any_dead(struct task *t) {
+    for (int i = 0; i < t->num_blocks; i++)
+        if (t->blocks[i]->dead) return true;
+    for (int i = 0; t->graph && i < t->graph->count; i++)
+        if (any_dead(t->graph->nodes[i].task)) return true;
+    return false;
+}
+
+static void *work(void *argument) {
+    struct stream *s = argument;
+    pthread_mutex_lock(&kvd_lock);
+    for (;;) {
+        struct task *t = s->head;
+        bool may = !kvd_settings.hold || s->aborting;
+        may = may && (kvd_settings.eager || s->aborting || s->done < s->allowed);
+        if (!t && s->closing) break;
+        if (t && may && t->wait && !t->wait->done && !s->aborting) {
+            // what it waits for must get on, and no more than that
+            if (t->wait->stream) kvd_allow(t->wait->stream, t->wait->position);
+            may = t->wait->done;
+        }
+        if (!t || !may) {
+            pthread_cond_wait(&kvd_changed, &kvd_lock);
+            continue;
+        }
+        int code = 0;
+        bool skip = s->aborting || (s->error && s->stop_on_error);
+        if (!skip && t->fault) code = t->fault;
+        else if (!skip && any_dead(t)) code = RT_AICORE_EXCEPTION;
+        else if (!skip && t->run) {
+            pthread_mutex_unlock(&kvd_lock);
+            code = t->run(t);
+            pthread_mutex_lock(&kvd_lock);
+        }
+        if (code && !s->error) s->error = code;
+        if (t->record) complete(t->record, s->error);
+        s->head = t->next;
+        if (!s->head) s->tail = NULL;
+        count(t, -1);
+        kvd_drop_task(t);
+        s->done++;
+        pthread_cond_broadcast(&kvd_changed);
+    }
+    pthread_mutex_unlock(&kvd_lock);
+    return NULL;
+}
+
+void kvd_allow(struct stream *s, uint64_t position) {
+    if (s->allowed >= position) return;
+    s->allowed = position;
+    pthread_cond_broadcast(&kvd_changed);
+}
+
+int kvd_launch(struct stream *s, struct task *t) {
+    if (s->capture) return kvd_capture_task(s, t);
+    t->fault = kvd_async_fault(t->symbol);
+    if (kvd_settings.poison && s->error && !t->record) {
+        kvd_drop_task(t);
+        return error(s->error, "an earlier task failed");  // 2: the context is usually unusable
+    }
+    if (!s->started) {
+        s->started = true;
+        if (pthread_create(&s->thread, NULL, work, s)) abort();
+    }
+    count(t, 1);
+    if (s->tail) s->tail->next = t;
+    else s->head = t;
+    s->tail = t;
+    s->enqueued++;
+    pthread_cond_broadcast(&kvd_changed);
+    return OK;
+}
+
+bool kvd_drain(struct stream *s, uint64_t position, int64_t timeout_ms) {
+    uint64_t serial = s->handle.serial;
+    kvd_allow(s, position);
+    struct timespec at;
+    if (timeout_ms >= 0) kvd_deadline(&at, timeout_ms);
+    while (kvd_is_live(s, H_STREAM, serial) && s->done < position) {
+        if (timeout_ms < 0) pthread_cond_wait(&kvd_changed, &kvd_lock);
+        else if (pthread_cond_timedwait(&kvd_changed, &kvd_lock, &at) == ETIMEDOUT)
+            return s->done >= position;
+    }
+    return true;
+}
+
+void kvd_close_stream(struct stream *s, bool drop_work) {
+    if (s->capture) kvd_invalidate(s->capture);
+    s->closing = true;
+    s->aborting = s->aborting || drop_work;
+    kvd_allow(s, UINT64_MAX);
+    pthread_cond_broadcast(&kvd_changed);
+    if (s->started) {
+        pthread_mutex_unlock(&kvd_lock);
+        pthread_join(s->thread, NULL);
+        pthread_mutex_lock(&kvd_lock);
+    }
+    if (s->context->default_stream == s) s->context->default_stream = NULL;
+    else num_streams--;
+    kvd_destroy(s);
+}
+
+// 2: asynchronous errors surface at the next synchronise; here once, unless poisoned.
+int kvd_take_error(struct stream *s) {
+    int code = s->error;
+    if (!kvd_settings.poison) s->error = 0;
+    return code ? error(code, "a task of the stream failed") : OK;
+}
+
+// -- making and finding -----------------------------------------------------------------------------------------
+
+static struct stream *make(struct context *c) {
+    struct stream *s = kvd_create(H_STREAM, sizeof *s);
+    s->context = c;
+    s->capture_tail = -1;
+    return s;
+}
+
+struct stream *kvd_stream(const void *address, int *code) {
+    struct context *c = kvd_context();
+    if (!address) {  // 5.8: the context's default stream
+        if (!c->default_stream) c->default_stream = make(c);
+        return c->default_stream;
+    }
+    struct stream *s = kvd_check(address, H_STREAM, "stream");
+    if (!s) *code = RT_INVALID_HANDLE;
+    else if (s->context != c)
+        *code = violate(RT_STREAM_CONTEXT, "5.8", "the stream belongs to another context");
+    return *code ? NULL : s;
+}
+
+static int create_stream(void **stream, uint32_t priority, uint32_t flags) {
+    if (!stream) return violate(INVALID_PARAM, "1.5", "stream is NULL");
+    *stream = NULL;
+    if (priority > 7) return violate(RT_PARAM_INVALID, "1.5", "priority %u", priority);
+    if (flags & ~0x3Fu) return violate(RT_PARAM_INVALID, "2", "flag %#x", flags);
+    if (num_streams >= MAX_STREAMS) return error(RT_NO_STREAM, "%d streams", num_streams);
+    struct stream *s = make(kvd_context());
+    s->priority = priority;
+    s->flags = flags;
+    num_streams++;
+    *stream = s;
+    return OK;
+}
+
+int aclrtCreateStream(void **stream) {
+    int code = enter("aclrtCreateStream", RUNTIME, "%p", (void *)stream);
+    return leave(code ? code : create_stream(stream, 0, 0));
+}
+
+int aclrtCreateStreamWithConfig(void **stream, uint32_t priority, uint32_t flag) {
+    int code = enter("aclrtCreateStreamWithConfig", RUNTIME, "%u, %#x", priority, flag);
+    return leave(code ? code : create_stream(stream, priority, flag));
+}
+
+struct stream_config {
+    struct handle handle;
+    uint32_t values[8];
+};
+
+void *aclrtCreateStreamConfigHandle(void) {
+    int code = enter("aclrtCreateStreamConfigHandle", INIT, "%s", "");
+    void *h = code ? NULL : kvd_create(H_STREAM_CONFIG, sizeof(struct stream_config));
+    leave(code);
+    return h;
+}
+
+int aclrtSetStreamConfigOpt(void *handle, int attribute, const void *value, size_t size) {
+    int code = enter("aclrtSetStreamConfigOpt", INIT, "%d, %zu", attribute, size);
+    if (code) return leave(code);
+    struct stream_config *c = kvd_check(handle, H_STREAM_CONFIG, "handle");
+    if (!c) return leave(RT_INVALID_HANDLE);
+    if (attribute < 0 || attribute > 7 || !value || size < 4)
+        return leave(violate(RT_PARAM_INVALID, "1.5", "attribute %d of %zu bytes", attribute, size));
+    memcpy(&c->values[attribute], value, 4);
+    return leave(OK);
+}
+
+int aclrtCreateStreamV2(void **stream, const void *handle) {
+    int code = enter("aclrtCreateStreamV2", RUNTIME, "%p", handle);
+    if (code) return leave(code);
+    if (handle && !kvd_check(handle, H_STREAM_CONFIG, "handle")) return leave(RT_INVALID_HANDLE);
+    return leave(create_stream(stream, 0, 0));
+}
+
+int aclrtDestroyStreamConfigHandle(void *handle) {
+    int code = enter("aclrtDestroyStreamConfigHandle", INIT | AFTER, "%p", handle);
+    if (code) return leave(code);
+    if (!kvd_check(handle, H_STREAM_CONFIG, "handle")) return leave(RT_INVALID_HANDLE);
+    kvd_destroy(handle);
+    return leave(OK);
+}
+
+// -- ending ---------------------------------------------------------------------------------------------------
+
+static int destroy_stream(void *stream, bool force) {
+    int code = 0;
+    if (!stream) return violate(RT_PARAM_INVALID, "1.5", "stream is NULL");
+    struct stream *s = kvd_stream(stream, &code);
+    if (!s) return code;
+    if (s == s->context->default_stream)
+        return violate(RT_PARAM_INVALID, "1.5", "the default stream is the context's");
+    if (s->capture) violate(OK, "1.8", "the stream is captured");
+    if (s->subscribed) violate(OK, "1.7", "the stream is subscribed");
+    kvd_close_stream(s, force);  // 5.8: waits for completion
+    return OK;
+}
+
+int aclrtDestroyStream(void *stream) {
+    int code = enter("aclrtDestroyStream", RUNTIME | AFTER, "%p", stream);
+    return leave(code ? code : destroy_stream(stream, false));
+}
+
+int aclrtDestroyStreamForce(void *stream) {
+    int code = enter("aclrtDestroyStreamForce", RUNTIME | AFTER, "%p", stream);
+    return leave(code ? code : destroy_stream(stream, true));
+}
+
+int aclrtStreamAbort(void *stream) {
+    int code = enter("aclrtStreamAbort", RUNTIME | AFTER, "%p", stream);
+    struct stream *s = code ? NULL : kvd_stream(stream, &code);
+    if (!s) return leave(code);
+    uint64_t serial = s->handle.serial;
+    s->aborting = true;
+    kvd_drain(s, s->enqueued, -1);
+    if (kvd_is_live(s, H_STREAM, serial)) s->aborting = false;
+    return leave(OK);
+}
+
+// -- waiting ----------------------------------------------------------------------------------------------------
+
+static int synchronize(void *stream, int32_t timeout_ms) {
+    int code = 0;
+    struct stream *s = kvd_stream(stream, &code);
+    if (!s) return code;
+    if (timeout_ms < -1)  // 1.5
+        return violate(RT_PARAM_INVALID, "1.5", "timeout %d", timeout_ms);
+    if (s->capture) {
+        kvd_invalidate(s->capture);
+        return violate(RT_STREAM_CAPTURED, "1.8", "the stream is being captured");
+    }
+    uint64_t serial = s->handle.serial;
+    if (!kvd_drain(s, s->enqueued, timeout_ms))
+        return error(RT_STREAM_SYNC_TIMEOUT, "not complete in %d ms", timeout_ms);
+    if (!kvd_is_live(s, H_STREAM, serial))
+        return violate(RT_INVALID_HANDLE, "1.5", "the stream was destroyed meanwhile");
+    return kvd_take_error(s);
+}
+
+int aclrtSynchronizeStream(void *stream) {
+    int code = enter("aclrtSynchronizeStream", RUNTIME | AFTER, "%p", stream);
+    return leave(code ? code : synchronize(stream, -1));
+}
+
+int aclrtSynchronizeStreamWithTimeout(void *stream, int32_t ms) {
+    int code = enter("aclrtSynchronizeStreamWithTimeout", RUNTIME | AFTER, "%p, %d", stream, ms);
+    return leave(code ? code : synchronize(stream, ms));
+}
+
+struct round {
+    int device;
+    uint64_t below;  // serials seen so far
+    struct stream *next;
+};
+
+static void pick(void *stream, void *data) {
+    struct stream *s = stream;
+    struct round *r = data;
+    if (s->context->device != r->device || s->handle.serial <= r->below) return;
+    if (!r->next || s->handle.serial < r->next->handle.serial) r->next = s;
+}
+
+static int sync_device(int device, int64_t timeout_ms) {
+    int first = OK;
+    struct round r = {device, 0, NULL};
+    for (;;) {
+        r.next = NULL;
+        kvd_each(H_STREAM, pick, &r);
+        struct stream *s = r.next;
+        if (!s) return first;
+        r.below = s->handle.serial;
+        if (s->capture) continue;
+        if (!kvd_drain(s, s->enqueued, timeout_ms))
+            return error(RT_STREAM_SYNC_TIMEOUT, "not complete in time");
+        if (!kvd_is_live(s, H_STREAM, r.below)) continue;
+        int code = kvd_take_error(s);
+        if (!first) first = code;
+    }
+}
+
+// For the frees that wait: errors stay for the next synchronise.
+static void keep(void *stream, void *data) {
+    (void)data;
+    struct stream *s = stream;
+    kvd_allow(s, s->enqueued);
+}
+
+void kvd_sync_all(int device) {
+    struct round r = {device, 0, NULL};
+    kvd_each(H_STREAM, keep, NULL);
+    for (;;) {
+        r.next = NULL;
+        kvd_each(H_STREAM, pick, &r);
+        if (!r.next) return;
+        r.below = r.next->handle.serial;
+        if (!r.next->capture) kvd_drain(r.next, r.next->enqueued, -1);
+    }
+}
+
+int aclrtSynchronizeDevice(void) {
+    int code = enter("aclrtSynchronizeDevice", RUNTIME | AFTER, "%s", "");
+    return leave(code ? code : sync_device(kvd_context()->device, -1));
+}
+
+int aclrtSynchronizeDeviceWithTimeout(int32_t ms) {
+    int code = enter("aclrtSynchronizeDeviceWithTimeout", RUNTIME | AFTER, "%d", ms);
+    if (code) return leave(code);
+    if (ms < -1) return leave(violate(RT_PARAM_INVALID, "1.5", "timeout %d", ms));
+    return leave(sync_device(kvd_context()->device, ms));
+}
+
+int aclrtStreamQuery(void *stream, int *status) {
+    int code = enter("aclrtStreamQuery", RUNTIME, "%p", stream);
+    struct stream *s = code ? NULL : kvd_stream(stream, &code);
+    if (!s) return leave(code);
+    if (!status) return leave(violate(INVALID_PARAM, "1.5", "status is NULL"));
+    if (s->capture) {
+        kvd_invalidate(s->capture);
+        return leave(violate(RT_STREAM_CAPTURED, "1.8", "the stream is being captured"));
+    }
+    *status = s->done < s->enqueued;  // 2: StreamStatus COMPLETE 0, NOT_READY 1
+    kvd_allow(s, s->enqueued);
+    return leave(OK);
+}
+
+// -- attributes ---------------------------------------------------------------------------------------------------
+
+static int get(const char *symbol, void *stream, uint32_t *value, bool flags) {
+    int code = enter(symbol, RUNTIME, "%p", stream);
+    struct stream *s = code ? NULL : kvd_stream(stream, &code);
+    if (!s) return leave(code);
+    if (!value) return leave(violate(INVALID_PARAM, "1.5", "value is NULL"));
+    *value = flags ? s->flags : s->priority;
+    return leave(OK);
+}
+
+int aclrtStreamGetPriority(void *stream, uint32_t *priority) {
+    return get("aclrtStreamGetPriority", stream, priority, false);
+}
+
+int aclrtStreamGetFlags(void *stream, uint32_t *flags) {
+    return get("aclrtStreamGetFlags", stream, flags, true);
+}
+
+int aclrtSetStreamFailureMode(void *stream, uint64_t mode) {
+    int code = enter("aclrtSetStreamFailureMode", RUNTIME, "%p, %d", stream, (int)mode);
+    if (code) return leave(code);
+    if (!stream) return leave(violate(RT_PARAM_INVALID, "1.5", "stream is NULL"));
+    struct stream *s = kvd_stream(stream, &code);
+    if (!s) return leave(code);
+    if (mode > 1) return leave(violate(RT_PARAM_INVALID, "2", "failure mode %d", (int)mode));
+    s->stop_on_error = mode == 1;
+    return leave(OK);
+}
+
+int aclrtDeviceGetStreamPriorityRange(int32_t *least, int32_t *greatest) {
+    int code = enter("aclrtDeviceGetStreamPriorityRange", RUNTIME, "%s", "");
+    if (code) return leave(code);
+    if (!least || !greatest) return leave(violate(INVALID_PARAM, "1.5", "NULL"));
+    *least = 7, *greatest = 0;
+    return leave(OK);
+}
+
+int aclrtGetStreamAvailableNum(uint32_t *count) {
+    int code = enter("aclrtGetStreamAvailableNum", RUNTIME, "%s", "");
+    if (code) return leave(code);
+    if (!count) return leave(violate(INVALID_PARAM, "1.5", "count is NULL"));
+    *count = (uint32_t)(MAX_STREAMS - num_streams);
+    return leave(OK);
+}
