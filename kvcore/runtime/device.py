@@ -440,9 +440,9 @@ class Device:
     # -- life
 
     @property
-    def is_open(self) -> bool:
-        """Whether work can be launched: inside the block, until it is left."""
-        return bool(self._executor.is_open)
+    def awaits_external(self) -> bool:
+        """Whether a stream waits for an external event that nobody has recorded yet."""
+        return len(self._promises) > 0
 
     def _open(self) -> None:
         if self._entered or self._executor.is_forked:

@@ -112,6 +112,9 @@ class Promises:
     def __init__(self) -> None:
         self._marks: dict[int, Mark] = {}
 
+    def __len__(self) -> int:
+        return len(self._marks)
+
     def made(self, mark: Mark) -> None:
         """A stream waits for it."""
         self._marks[id(mark)] = mark

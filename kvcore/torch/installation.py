@@ -67,8 +67,11 @@ class Installation:
         """Run one call of one of the vendor's operators."""
         try:
             call = operator.prepare(self.soc, *args, **keywords)
+            if self.streams.postponing:
+                self.streams.postpone(call, operator.name)
+                return call.returned
             entry = None
-            if self.recorder is not None and not self.streams.postponing:
+            if self.recorder is not None:
                 given = read(args, keywords)
                 entry = self.recorder.before(operator, self.soc, given, call.plan)
             if self.streams.in_use:

@@ -12,9 +12,8 @@ clock is told of each call, on which stream it was and what it touched.
 from __future__ import annotations
 
 import contextlib
-import threading
+import time
 import types
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -25,10 +24,14 @@ from kvcore.torch.launches import Done, Later, call_site, is_watched
 if TYPE_CHECKING:
     from kvcore.runtime import Device
     from kvcore.runtime import Stream as RuntimeStream
-    from kvcore.torch.events import Event, ExternalEvent, Record
+    from kvcore.torch.events import Event, ExternalEvent
     from kvcore.torch.vendor import Call
 
 __all__ = ["Stream", "Streams", "active", "make_namespace", "the_stream"]
+
+#: A host waits no longer for streams that wait for an external event which nobody has recorded.
+WAIT_LIMIT_S = 30.0
+LOOK_EVERY_S = 0.002
 
 _CURRENT: ContextVar[Stream | None] = ContextVar("kvcore_npu_stream", default=None)
 
@@ -45,9 +48,6 @@ class Streams:
         self._default: Stream | None = None
         self._watched: bool | None = None
         self.closed = False
-        #: Held by whoever changes what is kept back for streams.
-        self.lock = threading.RLock()
-        self.held: set[Stream] = set()
 
     @property
     def in_use(self) -> bool:
@@ -62,12 +62,10 @@ class Streams:
     @property
     def postponing(self) -> bool:
         """Whether a call made now runs later: captured, or behind an event not recorded yet."""
-        return self.in_use and (self.current.raw.is_capturing or self.current.held)
-
-    @property
-    def usable(self) -> bool:
-        """Whether the device still takes work."""
-        return not self.closed and (self._device is None or self._device.is_open)
+        if not self.in_use:
+            return False
+        raw = self.current.raw
+        return raw.is_capturing or (not raw.idle and self.device.awaits_external)
 
     @property
     def device(self) -> Device:
@@ -96,33 +94,14 @@ class Streams:
         found = _CURRENT.get()
         return found if found is not None and found.streams is self else self.default
 
-    def check_none_held(self) -> None:
-        """Raise when a stream waits for an event that nobody has recorded."""
-        for stream in self.held:
-            raise StreamError(
-                f"stream {stream.raw.name!r}: expected the ExternalEvent it waits for to be "
-                "recorded, got none",
-                argument="stream",
-            )
-
     def close(self, kind: Any = None, error: Any = None, trace: Any = None) -> None:
         """Leave the device if it was opened here; raises what it has not told anybody yet."""
         self.closed = True
         self._owned.__exit__(kind, error, trace)
-        if kind is None and any(stream._kept for stream in self.held):
-            self.check_none_held()
 
     def run(self, call: Call, name: str) -> Any:
-        """Run a call on the current stream, or leave it to the stream to run it later."""
-        stream = self.current
-        raw = stream.raw
-        if raw.is_capturing:
-            raw.launch(Later(call, name))
-            return None
-        if stream.held:
-            later = Later(call, f"{name} at {call_site()}")
-            stream._do(lambda: raw.launch(later))
-            return None
+        """Run a call now, at its place on the current stream."""
+        raw = self.current.raw
         if not raw.idle:
             raw.synchronize_blocking()
         result = call.plan.run()
@@ -132,6 +111,23 @@ class Streams:
             raw.launch(Done(call.plan, f"{name} at {call_site()}"))
         return result
 
+    def postpone(self, call: Call, name: str) -> None:
+        """Leave a call to the current stream, or to the graph that is captured on it."""
+        self.current.raw.launch(Later(call, f"{name} at {call_site()}"))
+
+    def be_patient(self, done: Callable[[], bool]) -> None:
+        """Before a host waits: see that it can end, as far as external events matter."""
+        waited = 0.0
+        while self.device.awaits_external and not done():
+            if waited >= WAIT_LIMIT_S:
+                raise StreamError(
+                    "event: expected an ExternalEvent that streams wait for to be recorded before "
+                    f"the host waits for these, got no record in {WAIT_LIMIT_S:.0f} s",
+                    argument="event",
+                )
+            time.sleep(LOOK_EVERY_S)
+            waited += LOOK_EVERY_S
+
 
 # ---------------------------------------------------------------- streams
 class Stream:
@@ -139,8 +135,6 @@ class Stream:
 
     streams: Streams
     raw: RuntimeStream
-    #: What came behind a wait for an event that is not recorded yet; None: nothing holds it.
-    _kept: deque[Callable[[], None]] | None
 
     def __new__(cls, device: Any = None, priority: int = 0, **keywords: Any) -> Stream:
         """A new stream of the installation's device."""
@@ -151,20 +145,12 @@ class Stream:
     @classmethod
     def _around(cls, streams: Streams, raw: RuntimeStream) -> Stream:
         made = object.__new__(cls)
-        made.streams, made.raw, made._kept = streams, raw, None
+        made.streams, made.raw = streams, raw
         return made
 
     def wait_stream(self, stream: Stream) -> None:
         """Order what comes here behind what the other stream has."""
-        from kvcore.torch.events import Record
-
-        other = the_stream(stream, self.streams)
-        if not self.held and not other.held:
-            self.raw.wait_stream(other.raw)
-            return
-        record = Record(self.streams.device.event())
-        other._do(lambda: record.make(other.raw))
-        self._wait_for(record)
+        self.raw.wait_stream(the_stream(stream, self.streams).raw)
 
     def wait_event(self, event: Event | ExternalEvent) -> None:
         """Order what comes here behind the event's last record."""
@@ -180,55 +166,12 @@ class Stream:
 
     def query(self) -> bool:
         """Whether everything on this stream is done."""
-        return not self.held and self.raw.query()
+        return self.raw.query()
 
     def synchronize(self) -> None:
-        """Wait for this stream; raises what went wrong on it.
-
-        StreamError at once when it waits for an ExternalEvent that is not recorded yet: here
-        nobody but the caller would do so.
-        """
-        if self.held:
-            self.streams.check_none_held()
+        """Wait for this stream; raises what went wrong on it."""
+        self.streams.be_patient(lambda: self.raw.idle)
         self.raw.synchronize_blocking()
-
-    # -- behind events that are not recorded yet
-
-    @property
-    def held(self) -> bool:
-        """Whether it waits for an event that is not recorded yet."""
-        return self._kept is not None
-
-    def _do(self, act: Callable[[], None]) -> None:
-        """Do it now, or when the stream goes on."""
-        with self.streams.lock:
-            if self._kept is None:
-                act()
-            else:
-                self._kept.append(act)
-
-    def _wait_for(self, record: Record) -> None:
-        with self.streams.lock:
-            if self._kept is not None:
-                self._kept.append(lambda: self._wait_for(record))
-            elif record.made:
-                record.raw.wait(self.raw)
-            else:
-                self._kept = deque()
-                self.streams.held.add(self)
-                record.waiting.append(self)
-
-    def _go_on(self, record: Record) -> None:
-        """The record was made: put on the stream what was kept, up to the next such wait."""
-        kept, self._kept = self._kept, None
-        self.streams.held.discard(self)
-        record.raw.wait(self.raw)
-        assert kept is not None
-        while kept:
-            kept.popleft()()
-            if self._kept is not None:
-                self._kept.extend(kept)
-                return
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.raw is self.raw
@@ -313,8 +256,9 @@ def _synchronize(device: Any = None) -> None:
     """Wait for every stream; raises what went wrong on one, and races not told of yet."""
     _check_device(device)
     streams = active()
-    streams.check_none_held()
-    streams.device.synchronize_blocking()
+    device = streams.device
+    streams.be_patient(lambda: all(stream.idle for stream in device.streams))
+    device.synchronize_blocking()
 
 
 def _is_current_stream_capturing() -> bool:
