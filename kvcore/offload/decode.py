@@ -27,65 +27,30 @@ rows count in what operations cost on the model clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import numpy as np
-from numpy.typing import NDArray
 
 from kvcore.errors import ParamNullError, StreamError, fail
 from kvcore.offload.checks import check_integer
+from kvcore.offload.decode_choice import Chooser, Select
 from kvcore.offload.decode_launch import Launcher
+from kvcore.offload.decode_places import Places, check_full, read_groups
 from kvcore.offload.decode_request import DecodeRequest, read_table
-from kvcore.offload.decode_result import DecodeFailed, DecodeTotals, RequestStep, StepResult
-from kvcore.offload.decode_sample import MissModel
+from kvcore.offload.decode_result import DecodeTotals, RequestStep, StepResult
+from kvcore.offload.decode_step import DecodeStep, decode_failed
 from kvcore.offload.device_pool import DevicePool
 from kvcore.offload.full_lanes import FullLane, read_full
 from kvcore.offload.write_policy import make_write_policy
 
 if TYPE_CHECKING:
     from kvcore.offload.decode_moves import AttentionInput, MakeRows
-    from kvcore.offload.device_pool import Selection
     from kvcore.offload.layer_events import LayerEvents
-    from kvcore.runtime import Device, Event, Stream
+    from kvcore.runtime import Device, Stream
 
 __all__ = ["DecodeEngine", "DecodeStep"]
 
 MAX_BATCH = 65_536
-#: select(request, group index, tokens): positions below ``tokens``.
-Select = Callable[[Hashable, int, int], Any]
-
-
-@dataclass(slots=True)
-class Chosen:
-    """What one request attends to in one group.
-
-    ids: int64 [n]; index: int64 [queries, k] rows of ids, or None; in_ring: int32 [n] row of the
-    ring, or -1.
-    """
-
-    ids: NDArray[np.int64]
-    index: NDArray[np.int64] | None
-    in_ring: NDArray[np.int32]
-    selection: Selection
-
-
-@dataclass(slots=True)
-class Part:
-    """One request's part of a step: positions [context, context + tokens).
-
-    send:   positions [send[0], send[1]) go to the host; host_rows: where.
-    chosen: by group with real layers, of real requests.
-    rows:   (hits, misses, recent) of each group.
-    """
-
-    request: DecodeRequest
-    tokens: int
-    send: tuple[int, int]
-    host_rows: NDArray[np.int64]
-    chosen: dict[int, Chosen]
-    rows: list[tuple[int, int, int]]
 
 
 class DecodeEngine:
@@ -111,6 +76,8 @@ class DecodeEngine:
     pace:       launch operations that only cost time for the layers that are not real.
     compute:    the stream that computes; None: one is made.
 
+    groups, max_batch, max_tokens, topk, max_drafts, recent_rows, write_policy and totals can be
+    read.
     Raises ParamInvalidError before any work, DeviceOutOfMemoryError with nothing kept.
     """
 
@@ -148,56 +115,44 @@ class DecodeEngine:
         for name, value in (("select", select), ("rows", rows), ("attend", attend)):
             if not callable(value) and not (name == "attend" and value is None):
                 fail(name, "a callable", type(value).__name__)
-        self._policy = make_write_policy(write_policy)
-        most = 1 + max_drafts
+        writes = make_write_policy(write_policy)
+        self.write_policy, most = writes.name, 1 + max_drafts
         if recent_rows is None:
-            recent_rows = self._policy.default_rows(most)
-        least = self._policy.rows_needed(most)
+            recent_rows = writes.default_rows(most)
         check_integer("recent_rows", recent_rows, 1, 2**24)
-        if recent_rows < least:
+        if recent_rows < writes.rows_needed(most):
+            least = writes.rows_needed(most)
             what = f"at least {least} rows for {max_drafts} drafts a step ({write_policy})"
             fail("recent_rows", what, recent_rows)
-        self._recent, self._most = recent_rows, most
-        if capacity is None:
-            capacity = topk if policy == "previous" else 4 * topk
+        self.recent_rows = recent_rows
         lanes = read_full(full, FullLane)
-        self._groups = _read_groups(groups, lanes)
-        first = next(iter(lanes.values()))
-        _check_full(device, lanes)
-        self._block_size, self._num_blocks = first[0].block_size, first[0].num_blocks
-        self._select = select
+        self.groups = read_groups(groups, lanes)
+        check_full(device, lanes)
+        first = next(iter(lanes.values()))[0]
         self._states: dict[Hashable, DecodeRequest] = {}
         self._leaving: set[DecodeRequest] = set()
         self._steps: set[DecodeStep] = set()
         self.totals = DecodeTotals()
-        self._model = MissModel(len(self._groups))
         self._closed = False
-        self._pools: list[dict[int, DevicePool]] = []
-        self._free = list(range(max_real - 1, -1, -1))
-        made: list[DevicePool] = []
-        self._launcher: Launcher | None = None
+        self._failure: BaseException | None = None  # found by close
+        self._chooser = Chooser(
+            len(self.groups), select=select, policy=writes, topk=topk, max_tokens=max_tokens,
+            recent_rows=recent_rows, most=most, block_size=first.block_size,
+            num_blocks=first.num_blocks,
+        )  # fmt: skip
+        self._places = Places(
+            device, full, self.groups, max_real, policy=policy, capacity=capacity, topk=topk,
+            max_tokens=max_tokens, ways=ways,
+        )  # fmt: skip
         try:
-            for _ in range(max_real):
-                pools: dict[int, DevicePool] = {}
-                for index, group in enumerate(self._groups):
-                    own = {layer: full[layer] for layer in group if layer in lanes}
-                    if own:
-                        pools[index] = DevicePool(
-                            own, capacity=capacity, topk=topk, max_tokens=max_tokens,
-                            policy=policy, ways=ways, device=device,
-                        )  # fmt: skip
-                        made.append(pools[index])
-                self._pools.append(pools)
-            self._launcher = Launcher(
-                device, lanes, self._groups, places=max_real, topk=topk, recent_rows=recent_rows,
+            self._run = Launcher(
+                device, lanes, self.groups, places=max_real, topk=topk, recent_rows=recent_rows,
                 depth=depth, rows=rows, attend=attend, layer_us=layer_us, pace=pace,
                 compute=compute,
             )  # fmt: skip
         except BaseException:
-            for pool in made:
-                pool.close()
+            self._places.close()
             raise
-        self._run: Launcher = self._launcher
 
     # -- what it says ---------------------------------------------------------------------
 
@@ -205,16 +160,6 @@ class DecodeEngine:
     def requests(self) -> tuple[Hashable, ...]:
         """Those admitted, in the order they came."""
         return tuple(self._states)
-
-    @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Layer ids by group."""
-        return self._groups
-
-    @property
-    def write_policy(self) -> str:
-        """Its name."""
-        return self._policy.name
 
     @property
     def events(self) -> LayerEvents:
@@ -260,15 +205,7 @@ class DecodeEngine:
             fail("request", f"at most max_batch ({self.max_batch}) requests at a time", "one more")
         array = read_table(table)
         check_integer("context", context, 0, self.max_tokens)
-        place, pools = -1, {}
-        if real:
-            if not self._free:
-                expected = f"at most {len(self._pools)} real requests at a time"
-                fail("real", expected, "one more")
-            place = self._free.pop()
-            pools = self._pools[place]
-            for pool in pools.values():
-                pool.admit(request)
+        place, pools = self._places.take(request) if real else (-1, {})
         self._states[request] = DecodeRequest(request, array, context, place, pools)
 
     async def preempt(self, request: Hashable) -> int:
@@ -335,21 +272,11 @@ class DecodeEngine:
 
     def _end_leave(self, state: DecodeRequest) -> None:
         self._leaving.discard(state)
-        self._give_back(state)
-
-    def _give_back(self, state: DecodeRequest) -> None:
-        for pool in state.pools.values():
-            if pool.request == state.name:
-                pool.evict(state.name)
-        if state.place >= 0:
-            self._free.append(state.place)
-            state.place, state.pools = -1, {}
+        self._places.give_back(state)
 
     def _left(self, state: DecodeRequest) -> int:
         if state.failed is not None:
-            raise _decode_failed({state.name: state.confirmed}, state.failed)
-        if not state.aborted:
-            state.confirm(state.clean, state.epoch)
+            raise decode_failed({state.name: state.confirmed}, state.failed)
         return state.confirmed
 
     # -- tokens ---------------------------------------------------------------------------
@@ -364,10 +291,8 @@ class DecodeEngine:
         check_integer("tokens", tokens, 1)
         if tokens > state.end - state.context:
             fail("tokens", f"at most the {state.end - state.context} written", tokens)
-        end = state.end
+        # The pools hold none of the rejected: a step's positions are all in the ring.
         state.accept(tokens)
-        for pool in state.pools.values():
-            pool.invalidate(request, state.context, end)
         self.totals.accepted += tokens
 
     def invalidate(self, request: Hashable, from_pos: int) -> None:
@@ -397,15 +322,14 @@ class DecodeEngine:
 
     def _flushed(self, state: DecodeRequest) -> int:
         if state.failed is not None:
-            raise _decode_failed({state.name: state.confirmed}, state.failed)
-        state.confirm(state.clean, state.epoch)
+            raise decode_failed({state.name: state.confirmed}, state.failed)
         return state.confirmed
 
     def _launch_flush(self, state: DecodeRequest) -> None:
         state.forget_tail()
         if state.clean >= state.context:
             return
-        rows = state.host_rows(state.clean, state.context, self._block_size, self._num_blocks)
+        rows = self._chooser.host_rows(state, state.clean, state.context)
         self.totals.d2h_bytes += self._run.flush(state, state.clean, rows)
         state.clean = state.context
 
@@ -421,8 +345,15 @@ class DecodeEngine:
         for requests not admitted or named twice, too many drafts, bad ids, bad tables.
         """
         self._check_open()
-        parts, exhausted, cut = self._read_step(requests, drafts)
-        self._choose(parts)
+        states = [self._state(request, f"requests[{i}]") for i, request in enumerate(requests)]
+        if len({id(state) for state in states}) != len(states):
+            fail("requests", "each request once", list(requests))
+        parts, exhausted, cut = self._chooser.plan(states, drafts)
+        try:
+            times = self._run.times(parts)
+        except BaseException:
+            self._chooser.take_back(parts)
+            raise
         for part in parts:
             part.request.forget_tail()
         totals = self.totals
@@ -430,17 +361,17 @@ class DecodeEngine:
         totals.exhausted += len(exhausted)
         totals.cut_drafts += cut
         before = [(p.request, p.request.clean, p.request.epoch) for p in parts]
-        result, start, end = self._run.step(totals.steps, parts)
+        result, start, end = self._run.step(totals.steps, parts, times)
         for part in parts:
             request = part.request
-            request.wrote(part.tokens, self._recent)
+            request.wrote(part.tokens, self.recent_rows)
             request.clean = max(request.clean, part.send[1])
             totals.tokens += part.tokens
             result["requests"][request.name] = RequestStep(
                 "stepped", request.context, part.tokens, request.real,
                 *(tuple(rows[i] for rows in part.rows) for i in range(3)),
             )  # fmt: skip
-        nothing = (0,) * len(self._groups)
+        nothing = (0,) * len(self.groups)
         for request in exhausted:
             result["requests"][request.name] = RequestStep(
                 "exhausted", request.context, 0, request.real, nothing, nothing, nothing
@@ -465,85 +396,51 @@ class DecodeEngine:
         """`launch` and wait, holding this thread."""
         return self.launch(requests, drafts).wait_blocking()
 
-    def _read_step(
-        self, requests: Sequence[Hashable], drafts: int | Mapping[Hashable, int]
-    ) -> tuple[list[Part], list[DecodeRequest], int]:
-        states = [self._state(request, f"requests[{i}]") for i, request in enumerate(requests)]
-        if len({id(state) for state in states}) != len(states):
-            fail("requests", "each request once", list(requests))
-        parts: list[Part] = []
-        exhausted: list[DecodeRequest] = []
-        cut = 0
-        for state in states:
-            more = drafts.get(state.name, 0) if isinstance(drafts, Mapping) else drafts
-            check_integer("drafts", more, 0, self.max_drafts)
-            tokens = state.room(1 + more, self._block_size, self._num_blocks, self.max_tokens)
-            if not tokens:
-                exhausted.append(state)
-                continue
-            cut += 1 + more - tokens
-            clean, context = min(state.clean, state.context), state.context
-            due = self._policy.due(clean, context, context + tokens, self._recent, self._most)
-            rows = state.host_rows(clean, due, self._block_size, self._num_blocks)
-            parts.append(Part(state, tokens, (clean, due), rows, {}, []))
-        return parts, exhausted, cut
-
-    def _choose(self, parts: list[Part]) -> None:
-        """Ids, plans and counts of every request and group."""
-        planned: list[tuple[DevicePool, Selection]] = []
-        try:
-            for part in parts:
-                for group in part.request.pools:
-                    part.chosen[group] = self._choose_one(part, group)
-                    pool = part.request.pools[group]
-                    planned.append((pool, part.chosen[group].selection))
-        except BaseException:
-            for pool, selection in planned:
-                pool.abandon(selection)
-            raise
-        model, num_groups = self._model, len(self._groups)
-        for part in parts:
-            for group, chosen in part.chosen.items():
-                selection = chosen.selection
-                recent = int(np.count_nonzero(chosen.in_ring >= 0))
-                model.learn(part.request.age, group, (selection.hits, selection.misses, recent))
-        for part in parts:
-            wanted = min(self.topk, part.request.context + part.tokens)
-            for group in range(num_groups):
-                if group in part.chosen:
-                    chosen = part.chosen[group]
-                    recent = int(np.count_nonzero(chosen.in_ring >= 0))
-                    part.rows.append((chosen.selection.hits, chosen.selection.misses, recent))
-                else:
-                    part.rows.append(model.estimate(part.request.age, group, wanted))
-
-    def _choose_one(self, part: Part, group: int) -> Chosen:
-        request = part.request
-        end = request.context + part.tokens
-        ids, index = _read_ids(self._select(request.name, group, end), end, self.topk)
-        window = max(request.window, end - self._recent)
-        recent = ids >= window
-        in_ring = np.where(recent, ids % self._recent, -1).astype(np.int32)
-        if np.count_nonzero(recent) != len(np.unique(ids[recent])):
-            fail("ids", "each id once", "a repeat among the newest tokens")
-        pool = request.pools[group]
-        selection = pool.plan(request.name, np.where(recent, -1, ids), request.table)
-        return Chosen(ids, index, in_ring, selection)
-
     # -- the end of things ----------------------------------------------------------------
 
+    async def aclose(self) -> None:
+        """Wait until nothing runs, shielded, then give the device memory back.
+
+        Requests still in are dropped as by `abort`.  Raises DecodeFailed or RaceError, with the
+        memory given back all the same, when something failed that nobody was told of.
+        """
+        if self._begin_close():
+            try:
+                await self._settle()
+            finally:
+                self._end_close()
+        self._closed_well()
+
     def close(self) -> None:
-        """Give the device memory back, once nothing runs any more (see `abort`)."""
+        """The same, holding this thread; also after the device was left."""
+        if self._begin_close():
+            try:
+                self._settle_blocking()
+            finally:
+                self._end_close()
+        self._closed_well()
+
+    def _begin_close(self) -> bool:
+        """Drop the requests; True when there is something to wait for."""
         if self._closed:
-            return
+            return False
         self._closed = True
         for state in self._states.values():
             state.aborted = True
+        if self._run.is_open:
+            return True
+        self._end_close()
+        return False
+
+    def _end_close(self) -> None:
         self._states.clear()
-        for pools in self._pools:
-            for pool in pools.values():
-                pool.close()
+        self._places.close()
         self._run.close()
+
+    def _closed_well(self) -> None:
+        cause, self._failure = self._failure, None
+        if cause is not None:
+            raise decode_failed({}, cause)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -557,33 +454,50 @@ class DecodeEngine:
         return state
 
     async def _settle(self) -> None:
-        """Wait until nothing runs.  A failure puts every request out."""
-        first: Exception | None = None
+        """Wait until nothing runs that was launched by now.  A failure puts every request out."""
+        sent, first = self._launched(), None
         with anyio.CancelScope(shield=True):
             for stream in self._run.streams.values():
                 try:
                     await stream.synchronize()
                 except Exception as error:
                     first = first or error
-        self._settled(first)
+        self._settled(sent, first)
 
     def _settle_blocking(self) -> None:
-        first: Exception | None = None
+        sent, first = self._launched(), None
         for stream in self._run.streams.values():
             try:
                 stream.synchronize_blocking()
             except Exception as error:
                 first = first or error
-        self._settled(first)
+        self._settled(sent, first)
 
-    def _settled(self, error: Exception | None) -> None:
+    def _launched(self) -> tuple[list[DecodeStep], list[tuple[DecodeRequest, int, int]]]:
+        states = (*self._states.values(), *self._leaving)
+        # (of a request that is aborted, copies that have not begun do not run)
+        clean = [(state, state.clean, state.epoch) for state in states if not state.aborted]
+        return list(self._steps), clean
+
+    def _settled(
+        self,
+        sent: tuple[list[DecodeStep], list[tuple[DecodeRequest, int, int]]],
+        error: Exception | None,
+    ) -> None:
         if isinstance(error, StreamError):
             self._put_out(error)
         elif error is not None:
             raise error
+        else:
+            self._steps.difference_update(sent[0])
+            for state, clean, epoch in sent[1]:
+                state.confirm(clean, epoch)
 
     def _put_out(self, cause: BaseException) -> None:
         """Every request is out: what is unsure must be computed again."""
+        if self._closed:
+            self._failure = cause
+            return
         self._run.start_again()
         lost = {state.name: state.confirmed for state in self._states.values()}
         for step in self._steps:
@@ -593,7 +507,7 @@ class DecodeEngine:
             state.failed = cause
         for state in self._states.values():
             state.failed = cause
-            self._give_back(state)
+            self._places.give_back(state)
         self.totals.failed += len(self._states)
         self._states.clear()
 
@@ -603,128 +517,3 @@ class DecodeEngine:
         if not step._cause:
             for request, clean, epoch in step._before:
                 request.confirm(clean, epoch)
-
-
-class DecodeStep:
-    """A step that was launched."""
-
-    def __init__(
-        self,
-        engine: DecodeEngine,
-        result: dict[str, Any],
-        start: Event,
-        end: Event,
-        before: list[tuple[DecodeRequest, int, int]],
-    ) -> None:
-        self._engine, self._result, self._start, self._end = engine, result, start, end
-        self._before = before
-        self._lost: Mapping[Hashable, int] = {}
-        self._cause: BaseException | None = None
-
-    async def wait(self) -> StepResult:
-        """Wait until the computing stream has done the step.
-
-        Cancelling stops the waiting, not the work.  Raises DecodeFailed when an operation
-        failed (every request is out then), RaceError (``race_check="raise"``).
-        """
-        try:
-            await self._end.synchronize()
-        except StreamError as error:
-            await self._engine._settle()
-            self._fail(error)
-        return self._finish()
-
-    def wait_blocking(self) -> StepResult:
-        """The same, holding this thread."""
-        try:
-            self._end.synchronize_blocking()
-        except StreamError as error:
-            self._engine._settle_blocking()
-            self._fail(error)
-        return self._finish()
-
-    def _fail(self, error: StreamError) -> None:
-        if self._cause is None:
-            # The streams had been told of it by somebody else's wait.
-            self._engine._put_out(error)
-        raise _decode_failed(self._lost, self._cause or error)
-
-    def _finish(self) -> StepResult:
-        if self._cause is not None:
-            raise _decode_failed(self._lost, self._cause)
-        self._engine._finished(self)
-        start, end = (self._engine._run.time_of(event) for event in (self._start, self._end))
-        return StepResult(start_us=start, end_us=end, **self._result)
-
-
-def _decode_failed(lost: Mapping[Hashable, int], cause: BaseException) -> DecodeFailed:
-    error = DecodeFailed(
-        f"engine: expected every operation to run, got {cause}; its requests are out",
-        argument="engine",
-        seen=str(cause),
-    )
-    error.lost = dict(lost)
-    error.__cause__ = cause
-    return error
-
-
-def _read_groups(
-    groups: Sequence[Sequence[int]], lanes: Mapping[int, Any]
-) -> tuple[tuple[int, ...], ...]:
-    if isinstance(groups, str | bytes) or not isinstance(groups, Sequence) or not groups:
-        fail("groups", "a sequence of layer ids for each group", repr(groups))
-    seen: set[int] = set()
-    read: list[tuple[int, ...]] = []
-    for i, group in enumerate(groups):
-        if isinstance(group, str | bytes) or not isinstance(group, Sequence) or not group:
-            fail(f"groups[{i}]", "layer ids", repr(group))
-        for layer in group:
-            check_integer(f"groups[{i}]", layer, 0)
-            if layer in seen:
-                fail(f"groups[{i}]", "each layer once", layer)
-            seen.add(layer)
-        read.append(tuple(group))
-    for layer in lanes:
-        if layer not in seen:
-            fail("groups", f"a group with layer {layer} of full", "none")
-    return tuple(read)
-
-
-def _check_full(device: Device, layers: Mapping[int, Sequence[FullLane]]) -> None:
-    first = next(iter(layers.values()))
-    for layer, lanes in layers.items():
-        for lane in lanes:
-            if lane.flat:
-                fail(f"full[{layer}]", "lanes [blocks, block_size, size]", "a flat one")
-            if lane.read_only:
-                fail(f"full[{layer}]", "arrays that can be written", "a read-only one")
-            space = getattr(lane.owner, "space", None)
-            if device.profile is not None and space not in ("swapped", "device"):
-                seen = f"{space or 'pageable host'} memory"
-                fail(f"full[{layer}]", "swapped or device memory on a modelled device", seen)
-        if [lane.row_bytes for lane in lanes] != [lane.row_bytes for lane in first]:
-            seen = str([lane.row_bytes for lane in lanes])
-            fail(f"full[{layer}]", f"rows of {[lane.row_bytes for lane in first]} bytes", seen)
-
-
-def _read_ids(ids: Any, end: int, topk: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """The union of the ids, and each query's rows in it when there are several queries."""
-    array = getattr(ids, "__kvcore_array__", ids)
-    if not isinstance(array, np.ndarray) or array.dtype not in (np.int32, np.int64):
-        seen = array.dtype if isinstance(array, np.ndarray) else type(ids).__name__
-        fail("ids", "an int32 or int64 array", seen)
-    if array.ndim not in (1, 2):
-        fail("ids", "[n] or [queries, n]", f"shape {array.shape}")
-    index: NDArray[np.int64] | None = None
-    wide = array.astype(np.int64)
-    if array.ndim == 2:
-        union, inverse = np.unique(wide, return_inverse=True)
-        negative = int(np.count_nonzero(union < 0))
-        index = np.maximum(inverse.reshape(array.shape) - negative, -1).astype(np.int64)
-        wide = union[negative:]
-    if len(wide) > topk:
-        fail("ids", f"at most topk ({topk}) ids", len(wide))
-    if len(wide) and int(wide.max()) >= end:
-        place = int(wide.argmax())
-        fail(f"ids[{place}]", f"positions below {end}", int(wide[place]))
-    return wide, index

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcore.errors import fail
 from kvcore.offload.decode_moves import (
     Attend,
     AttentionInput,
@@ -33,13 +34,15 @@ from kvcore.offload.layer_events import LayerEvents
 from kvcore.runtime.profile import COMPUTE, D2H, H2D, HBM
 
 if TYPE_CHECKING:
-    from kvcore.offload.decode import Part
+    from kvcore.offload.decode_choice import Part
     from kvcore.offload.decode_moves import Demand
     from kvcore.offload.decode_request import DecodeRequest
     from kvcore.offload.full_lanes import FullLane
     from kvcore.runtime import Device, Event, Stream
 
 __all__ = ["Launcher"]
+
+MAX_LAYER_US = 1e9  # a quarter of an hour
 
 
 class Launcher:
@@ -118,6 +121,11 @@ class Launcher:
             for buffer in buffers:
                 buffer.free()
 
+    @property
+    def is_open(self) -> bool:
+        """The device has not been left."""
+        return bool(self.streams["compute"].executor.is_open)
+
     def time_of(self, event: Event) -> float:
         """Microseconds on the device's clock of an event of the computing stream, reached."""
         return self._origin_us + self._origin.elapsed_time(event) * 1e3
@@ -133,7 +141,23 @@ class Launcher:
 
     # -- a step ---------------------------------------------------------------------------
 
-    def step(self, number: int, parts: Sequence[Part]) -> tuple[dict[str, Any], Event, Event]:
+    def times(self, parts: Sequence[Part]) -> dict[int, float]:
+        """Microseconds of compute of each layer that a step will launch."""
+        if not parts:
+            return {}
+        tokens = sum(part.request.context + part.tokens for part in parts)
+        given, found = self._layer_us, {}
+        for layer in self.events.layers:
+            us = given(layer, len(parts), tokens) if callable(given) else given
+            number = isinstance(us, int | float) and not isinstance(us, bool)
+            if not number or not 0 <= us <= MAX_LAYER_US:
+                fail("layer_us", f"microseconds from 0 to {MAX_LAYER_US:.0e}", repr(us))
+            found[layer] = us
+        return found
+
+    def step(
+        self, number: int, parts: Sequence[Part], times: Mapping[int, float]
+    ) -> tuple[dict[str, Any], Event, Event]:
         """Launch every layer; returns the fields of a `StepResult`, and the step's two events."""
         compute = self.streams["compute"]
         counts = dict.fromkeys(
@@ -142,7 +166,6 @@ class Launcher:
         )  # fmt: skip
         result: dict[str, Any] = {"number": number, "requests": {}, **counts}
         tokens = sum(part.tokens for part in parts)
-        contexts = sum(part.request.context + part.tokens for part in parts)
         pieces = sum(self._pieces(part.send[0], part.host_rows) for part in parts)
         sent = sum(len(part.host_rows) for part in parts)
         real = [part for part in parts if part.request.real]
@@ -155,22 +178,25 @@ class Launcher:
             moved = sum(sum(part.rows[index]) for part in real)
             result["rows"] += (hits + misses + recent) * len(group)
             result["real_rows"] += moved * sum(layer in self._lanes for layer in group)
-            for place, layer in enumerate(group):
-                if parts and (self._pace or layer in self._lanes):
-                    rows = (hits, misses, recent)
-                    own = real if layer in self._lanes else []
-                    self._write(layer, own, tokens)
-                    self._load(layer, own, index, rows, first=place == 0)
-                    self._serve(layer, own, index, rows)
-                    self._attention(layer, own, index, len(parts), contexts)
-                    self._install(layer, own, index, misses)
-                    self._save(layer, own, sent, pieces)
-                    self._turn = (self._turn + 1) % self._depth
+            layers = [x for x in group if self._pace or x in self._lanes] if parts else []
+            loaded = 0
+            for place, layer in enumerate(layers):
+                own = real if layer in self._lanes else []
+                self._write(layer, own, tokens)
+                # Launched ahead, into every buffer whose last user is launched already: a host
+                # that launches one by one must not be what the next layer's misses wait for.
+                while loaded < min(place + self._depth, len(layers)):
+                    self._load(layers[loaded], real, index, misses, loaded - place, loaded == 0)
+                    loaded += 1
+                self._serve(layer, own, index, hits + recent)
+                self._attention(layer, own, index, times[layer])
+                self._install(layer, own, index, misses)
+                self._save(layer, own, sent, pieces)
+                self._turn = (self._turn + 1) % self._depth
         for kind, row in (("hit_bytes", "hits"), ("h2d_bytes", "misses")):
             result[kind] = result[row] * self._row_bytes
-        layers = sum(map(len, self._groups))
-        result["d2h_bytes"] = sent * self._row_bytes * layers
-        return result, start, compute.record_event()
+        result["d2h_bytes"] = sent * self._row_bytes * sum(map(len, self._groups))
+        return result, start, compute.record_event() if parts else start
 
     def _write(self, layer: int, parts: Sequence[Part], tokens: int) -> None:
         compute = self.streams["compute"]
@@ -190,11 +216,11 @@ class Launcher:
         layer: int,
         parts: Sequence[Part],
         group: int,
-        rows: tuple[int, int, int],
-        *,
+        misses: int,
+        ahead: int,
         first: bool,
     ) -> None:
-        h2d, turn = self.streams["h2d"], self._turn
+        h2d, turn = self.streams["h2d"], (self._turn + ahead) % self._depth
         if first:
             h2d.wait_event(self._written)  # and the choice of ids
         for event in (self._attended[turn], self._drained[turn]):
@@ -202,18 +228,16 @@ class Launcher:
                 h2d.wait_event(event)
         self.events.wait_for_layer_save(layer, h2d)
         moves = []
-        for i, part in enumerate(parts):
+        for i, part in enumerate(parts if layer in self._lanes else ()):
             pool = part.request.pools[group]
             out = self._out(turn, i)
             moves.append(pool.plan_misses(part.chosen[group].selection, layer, out))
-        if moves or rows[1]:
+        if moves or misses:
             name = f"misses {layer}"
-            h2d.launch(self._move(name, moves, self._touching(layer), self._link, rows[1]))
+            h2d.launch(self._move(name, moves, self._touching(layer), self._link, misses))
         self.events.layer_loaded(layer, h2d)
 
-    def _serve(
-        self, layer: int, parts: Sequence[Part], group: int, rows: tuple[int, int, int]
-    ) -> None:
+    def _serve(self, layer: int, parts: Sequence[Part], group: int, count: int) -> None:
         compute, turn = self.streams["compute"], self._turn
         for event in (self._installed[layer], self._drained[turn]):
             if event.recorded:
@@ -224,15 +248,12 @@ class Launcher:
             moves.append(request.pools[group].plan_hits(chosen.selection, layer, out))
             if (chosen.in_ring >= 0).any():
                 moves.append(RingServe(self._rings[layer], request, chosen.in_ring, out))
-        count = rows[0] + rows[2]
         if moves or count:
             name = f"hits {layer}"
             compute.launch(self._move(name, moves, self._touching(layer), HBM, count, twice=True))
         self._taken.record(compute)
 
-    def _attention(
-        self, layer: int, parts: Sequence[Part], group: int, batch: int, tokens: int
-    ) -> None:
+    def _attention(self, layer: int, parts: Sequence[Part], group: int, us: float) -> None:
         compute, turn = self.streams["compute"], self._turn
         self.events.wait_for_layer_load(layer, compute)
         if self._attend is not None and parts:
@@ -244,8 +265,6 @@ class Launcher:
             compute.launch(
                 BatchMove(f"attend {layer}", [Attend(self._attend, given)], arrays, [], 0)
             )
-        us = self._layer_us
-        us = us(layer, batch, tokens) if callable(us) else us
         if us:
             compute.compute(us, f"layer {layer}")
         self._attended[turn].record(compute)

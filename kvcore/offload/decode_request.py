@@ -121,8 +121,7 @@ class DecodeRequest:
     def accept(self, tokens: int) -> None:
         """Of the written positions the first ``tokens`` stand."""
         self.context += tokens
-        self.end = self.context
-        self.clean = min(self.clean, self.context)
+        self.forget_tail()
 
     def forget_tail(self) -> None:
         """What was written and never accepted counts as not written."""

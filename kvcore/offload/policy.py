@@ -22,7 +22,7 @@ from kvcore._kernels.pool_books import Arc, Books, Fifo, Lru, Previous
 from kvcore.errors import fail
 from kvcore.offload.checks import check_integer
 
-__all__ = ["DEFAULT_WAYS", "POLICIES", "make_books"]
+__all__ = ["DEFAULT_WAYS", "POLICIES", "check_books", "make_books"]
 
 POLICIES: tuple[str, ...] = ("previous", "lru", "fifo", "arc")
 #: Places a set, as in cann-recipes-infer (models/glm_5_2/models/offload_cache.py).
@@ -42,6 +42,16 @@ def make_books(
     ways:       places a set, of ``fifo`` alone; a divisor of ``capacity`` (default 16).
     Raises ParamInvalidError; DeviceOutOfMemoryError never: the books are host memory.
     """
+    sets = check_books(policy, capacity, max_tokens, topk, ways)
+    if policy == "fifo":
+        return Fifo(capacity, max_tokens, topk, sets)
+    return {"previous": Previous, "lru": Lru, "arc": Arc}[policy](capacity, max_tokens, topk)
+
+
+def check_books(
+    policy: str, capacity: int, max_tokens: int, topk: int, ways: int | None = None
+) -> int:
+    """The ways of such books (0 for none); raises what `make_books` would, and makes nothing."""
     if policy not in POLICIES:
         fail("policy", f"one of {', '.join(POLICIES)}", repr(policy))
     check_integer("topk", topk, 1, MAX_CAPACITY)
@@ -54,11 +64,11 @@ def make_books(
     if policy != "fifo":
         if ways is not None:
             fail("ways", f"none for {policy}", ways)
-        return {"previous": Previous, "lru": Lru, "arc": Arc}[policy](capacity, max_tokens, topk)
+        return 0
     if ways is None:
         # A pool that 16 does not divide is made of smaller sets rather than refused.
         ways = next(w for w in range(DEFAULT_WAYS, 0, -1) if capacity % w == 0)
     check_integer("ways", ways, 1, capacity)
     if capacity % ways:
         fail("ways", f"a divisor of capacity ({capacity})", ways)
-    return Fifo(capacity, max_tokens, topk, ways)
+    return ways

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's parts: order and time on the streams, accounting, write policies, layer events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcore
+from kvcore.errors import ParamInvalidError, StreamError
+from kvcore.offload import WRITE_POLICIES, DecodeEngine, DevicePool, LayerEvents, TurnoverIds
+from kvcore.offload.decode_sample import MissModel
+from kvcore.offload.write_policy import make_write_policy
+
+GROUPS = ((3,), (5, 8, 13))
+LAYERS = (3, 5, 8, 13)
+TOPK, TOKENS, BLOCK, ROW = 64, 2048, 16, 576
+PROMPT = 1900
+
+
+def run(
+    steps: int,
+    *,
+    real_layers: tuple[int, ...] = LAYERS,
+    real_requests: int = 4,
+    accept: int = 1,
+    drafts: int = 0,
+    **options: Any,
+) -> Any:
+    """(results, device): four requests whose ids turn over as those of a published trace."""
+    with kvcore.Device("A3", clock="model", trace=True, race_check="raise") as dev:
+        full = {layer: [dev.empty_swapped((512, BLOCK, ROW), "uint8")] for layer in real_layers}
+        for lanes in full.values():
+            with lanes[0].host("w") as rows:
+                rows[...] = 1
+        ids = {
+            (request, group): TurnoverIds(TOPK, seed=10 * request + group)
+            for request in range(4)
+            for group in range(2)
+        }
+        engine = DecodeEngine(
+            dev, full,
+            **{
+                "groups": GROUPS, "max_batch": 4, "max_tokens": TOKENS, "topk": TOPK,
+                "select": lambda request, group, tokens: ids[request, group].next(PROMPT),
+                "rows": lambda request, layer, first, count: [np.full((count, ROW), 1, np.uint8)],
+                "layer_us": 50.0, "max_drafts": drafts, **options,
+            },
+        )  # fmt: skip
+        for request in range(4):
+            table = np.arange(128) + 128 * request
+            engine.admit(request, table, PROMPT, real=request < real_requests)
+        results = []
+        for _ in range(steps):
+            results.append(engine.step_blocking([2, 0, 3, 1], drafts))
+            for request in range(4):
+                engine.accept(request, accept)
+        # (before the requests leave, which sends what write_back still owes)
+        engine.results, engine.busy = results, dev.busy
+        for request in range(4):
+            assert engine.evict_blocking(request) == PROMPT + steps * accept
+        engine.close()
+        return engine, dev
+
+
+def spans_of(dev: Any, step: int) -> dict[str, tuple[float, float]]:
+    """(start, end) of every operation of a step, by name."""
+    by_name: dict[str, list[tuple[float, float]]] = {}
+    for span in dev.trace.spans:
+        by_name.setdefault(span.name, []).append((span.start, span.end))
+    return {name: spans[step] for name, spans in by_name.items() if len(spans) > step}
+
+
+def test_the_model_clock_says_the_same_every_time() -> None:
+    first, second = (run(4)[0].results for _ in range(2))
+    assert first == second
+    assert all(result.us >= 4 * 50 for result in first)
+    assert [result.number for result in first] == [1, 2, 3, 4]
+
+
+def test_what_overlaps_with_what() -> None:
+    _, dev = run(3, layer_us=100.0)
+    at = spans_of(dev, 1)
+    start, end = 0, 1
+    # A group's first layer needs the choice, made behind the layer before and the new rows.
+    assert at["misses 5"][start] >= max(at["layer 3"][end], at["write 5"][end])
+    # The next one loads while the first attends.
+    assert at["misses 8"][end] < at["layer 5"][end]
+    assert at["hits 8"][start] < at["layer 5"][end] + 20, "only the new rows come between"
+    # Hits do not wait for misses; the attention waits for both.
+    assert at["hits 5"][start] < at["misses 5"][end] <= at["layer 5"][start]
+    # Installs leave the computing stream, behind both halves.
+    assert at["install 5"][start] >= max(at["misses 5"][end], at["hits 5"][end])
+    assert at["install 5"][start] < at["layer 5"][end]
+    # New rows go to the host behind their writing, beside everything else.
+    assert at["write 8"][end] <= at["save 8"][start] < at["layer 8"][end]
+    _, dev = run(3, depth=1, layer_us=100.0)
+    at = spans_of(dev, 1)
+    assert at["misses 8"][start] >= max(at["layer 5"][end], at["install 5"][end])
+
+
+def test_rows_and_bytes_add_up() -> None:
+    engine, dev = run(5, drafts=1, accept=2, write_policy="write_through")
+    totals = engine.totals
+    assert totals.rows == totals.hits + totals.misses + totals.recent == 5 * 4 * 4 * TOPK
+    assert totals.real_rows == totals.rows
+    assert totals.h2d_bytes == totals.misses * ROW == sum(r.h2d_bytes for r in engine.results)
+    assert totals.hit_bytes == totals.hits * ROW
+    assert totals.d2h_bytes == 5 * 4 * 2 * 4 * ROW
+    assert (totals.steps, totals.tokens, totals.accepted) == (5, 40, 40)
+    moved = {"misses": 0, "save": 0}
+    for span in dev.trace.spans:
+        kind = span.name.split()[0]
+        if kind in moved:
+            moved[kind] += span.bytes_moved
+    assert moved == {"misses": totals.h2d_bytes, "save": totals.d2h_bytes}
+    for result in engine.results:
+        for part in result.requests.values():
+            sums = np.array([part.hits, part.misses, part.recent]).sum(axis=0)
+            assert sums.tolist() == [TOPK, TOPK]
+
+
+def test_what_is_only_accounted_follows_what_is_real() -> None:
+    whole, _ = run(24)
+    part, _ = run(24, real_layers=(3, 8), real_requests=2, max_real=2)
+    rate, sampled = (e.totals.hits / (e.totals.hits + e.totals.misses) for e in (whole, part))
+    assert sampled == pytest.approx(rate, abs=0.01)
+    us, sampled_us = (sum(r.us for r in e.results) for e in (whole, part))
+    assert sampled_us == pytest.approx(us, rel=0.02)
+    assert part.totals.rows == whole.totals.rows
+    assert part.totals.d2h_bytes == whole.totals.d2h_bytes
+    assert part.totals.real_rows * 4 == part.totals.rows
+    # Without a pace the other layers cost nothing, and are accounted all the same.
+    alone, dev = run(24, real_layers=(3, 8), real_requests=2, max_real=2, pace=False)
+    assert alone.totals.misses == part.totals.misses
+    assert {s.name for s in dev.trace.spans if s.name[:6] == "layer "} == {"layer 3", "layer 8"}
+
+
+def test_shares_of_the_real_ones_are_carried() -> None:
+    model = MissModel(2)
+    assert model.estimate(0, 0, 10) == (0, 10, 0), "before anything is known, all is read"
+    model.learn(0, 0, (0, 10, 0))
+    model.learn(5, 0, (7, 2, 1))
+    model.learn(6, 0, (7, 2, 1))
+    assert model.estimate(0, 0, 8) == (0, 8, 0)
+    found = np.array([model.estimate(4, 0, 4) for _ in range(10)])
+    assert (found.sum(axis=1) == 4).all()
+    assert found.sum(axis=0).tolist() == [28, 8, 4]
+    # A group that nothing is known of goes by the others; an age, by the nearest.
+    assert model.estimate(6, 1, 10) == (7, 2, 1)
+    assert model.estimate(1000, 1, 10) == (7, 2, 1)
+    assert model.estimate(1, 1, 10) == (0, 10, 0)
+
+
+def test_write_back_sends_fewer_pieces() -> None:
+    through, _ = run(40, drafts=3, accept=2, write_policy="write_through", recent_rows=64)
+    back, _ = run(40, drafts=3, accept=2, write_policy="write_back", recent_rows=64)
+    # Rejected drafts went along; and each token was a piece of its own.
+    assert through.totals.d2h_bytes == 40 * 4 * 4 * 4 * ROW
+    assert back.totals.d2h_bytes == 40 * 4 * 2 * 4 * ROW
+    assert back.busy["d2h"] < through.busy["d2h"] / 4
+    assert back.totals.misses == through.totals.misses
+
+
+def test_write_policies() -> None:
+    assert WRITE_POLICIES == ("write_through", "write_back")
+    through, back = (make_write_policy(name) for name in WRITE_POLICIES)
+    assert through.due(clean=5, accepted=7, end=9, rows=8, most=2) == 9
+    assert back.due(clean=5, accepted=7, end=9, rows=6, most=2) == 5, "one more step fits"
+    assert back.due(clean=5, accepted=7, end=9, rows=5, most=2) == 7, "drafts are not sent"
+    assert (through.rows_needed(3), back.rows_needed(3)) == (3, 6)
+    with pytest.raises(ParamInvalidError, match=r"expected one of write_through, write_back"):
+        make_write_policy("none")
+
+
+async def test_layer_events_by_any_id() -> None:
+    async with kvcore.Device("A3", clock="model", race_check="raise") as dev:
+        events = LayerEvents(dev, (0, 2, 6))
+        assert events.layers == (0, 2, 6)
+        load, save, compute = dev.stream("load"), dev.stream("save"), dev.stream("compute")
+        host = {layer: dev.empty_host((64,), "uint8") for layer in events.layers}
+        rows = {layer: dev.empty((64,), "uint8") for layer in events.layers}
+        back = {layer: dev.empty_host((64,), "uint8") for layer in events.layers}
+        for layer, buffer in host.items():
+            with buffer.host("w") as array:
+                array[...] = layer
+        for layer in events.layers:
+            events.wait_for_layer_load(layer, compute)  # of nothing: no remark, no wait
+            load.copy(rows[layer], host[layer])
+            events.layer_loaded(layer, load)
+        for layer in reversed(events.layers):
+            events.wait_for_layer_load(layer, compute)
+            compute.fill(rows[layer], layer + 1)
+            save.wait_stream(compute)
+            save.copy(back[layer], rows[layer])
+            events.layer_saved(layer, save)
+            events.wait_for_layer_save(layer, compute)
+            compute.fill(rows[layer], 0)
+        events.wait_for_save(load)
+        load.copy(rows[2], host[2])  # in order behind compute's? no: behind the saves alone
+        await events.synchronize()
+        events.synchronize_blocking()
+        assert dev.race_remarks == ()
+        for layer, buffer in back.items():
+            with buffer.host("r") as array:
+                assert (array == layer + 1).all()
+        for call in (events.layer_loaded, events.wait_for_layer_load, events.wait_for_layer_save):
+            with pytest.raises(ParamInvalidError, match=r"layer: expected one of 0, 2, 6, got 1"):
+                call(1, compute)
+        for layers, match in (
+            ((0, 0), r"layers\[1\]: expected each layer once"),
+            ((-1,), "layers"),
+        ):
+            with pytest.raises(ParamInvalidError, match=match):
+                LayerEvents(dev, layers)
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "arc", "previous"])
+def test_a_serve_in_halves_is_a_serve(policy: str) -> None:
+    draw = np.random.default_rng(3)
+    full = {
+        layer: [draw.integers(0, 256, (40, size), np.uint8) for size in (9, 4)] for layer in (1, 4)
+    }
+    pools = [
+        DevicePool(full, capacity=6 if policy == "previous" else 12, topk=6, max_tokens=40,
+                   policy=policy)
+        for _ in range(2)
+    ]  # fmt: skip
+    for pool in pools:
+        pool.admit("a")
+    for step in range(30):
+        ids = draw.choice(40, 6, replace=False)
+        ids[draw.random(6) < 0.1] = -1
+        outs = [[np.zeros((6, size), np.uint8) for size in (9, 4)] for _ in range(2)]
+        one, two = (pool.plan("a", ids) for pool in pools)
+        for layer in (1, 4):
+            pools[0].serve(one, layer, outs[0])
+            pools[0].install(one, layer, outs[0])
+            halves = [
+                pools[1].plan_hits(two, layer, outs[1]), pools[1].plan_misses(two, layer, outs[1])
+            ]  # fmt: skip
+            if step % 2:
+                halves.reverse()
+            moved = []
+            for half in halves:
+                with pytest.raises(StreamError, match=r"expected this selection served first"):
+                    pools[1].install(two, layer, outs[1])
+                half.run()
+                moved.append(half.bytes_moved)
+            pools[1].install(two, layer, outs[1])
+            # Each wanted row once, by one of the halves.
+            assert sum(moved) == 13 * int((ids >= 0).sum()) == 13 * (two.hits + two.misses)
+            reads = halves[step % 2].touched()[0]
+            assert {a.argument: a.nbytes for a in reads}["full[0]"] == 0
+            for a, b in zip(outs[0], outs[1], strict=True):
+                assert (a == b).all()
