@@ -30,6 +30,7 @@ from kvcore.offload.decode_moves import (
     RingStore,
     RingWrite,
 )
+from kvcore.offload.device_pool import PoolOutput
 from kvcore.offload.layer_events import LayerEvents
 from kvcore.runtime.profile import COMPUTE, D2H, H2D, HBM
 
@@ -81,7 +82,7 @@ class Launcher:
         self._rings: dict[int, Ring] = {}
         self._inputs: list[list[Any]] = []
         # [buffer][place] the input of each lane
-        self._outs: list[list[list[Any]]] = []
+        self._outs: list[list[PoolOutput]] = []
         try:
             if places:
                 for layer, full in lanes.items():
@@ -92,10 +93,17 @@ class Launcher:
                         made = device.empty((places, topk, lane.row_bytes), "uint8")
                         self._inputs[-1].append(made)
                     inputs = self._inputs[-1]
-                    self._outs.append([[lane[i] for lane in inputs] for i in range(places)])
+                    self._outs.append(
+                        [PoolOutput([lane[i] for lane in inputs]) for i in range(places)]
+                    )
         except BaseException:
             self.close()
             raise
+        inputs = [buffer for buffers in self._inputs for buffer in buffers]
+        self._owners = {
+            layer: (*ring.lanes, *(lane.owner for lane in ring.full), *inputs)
+            for layer, ring in self._rings.items()
+        }
         self.streams: dict[str, Stream] = {
             "compute": device.stream("compute") if compute is None else compute
         }
@@ -247,7 +255,7 @@ class Launcher:
             request, chosen, out = part.request, part.chosen[group], self._out(turn, i)
             moves.append(request.pools[group].plan_hits(chosen.selection, layer, out))
             if (chosen.in_ring >= 0).any():
-                moves.append(RingServe(self._rings[layer], request, chosen.in_ring, out))
+                moves.append(RingServe(self._rings[layer], request, chosen.in_ring, out.arrays))
         if moves or count:
             name = f"hits {layer}"
             compute.launch(self._move(name, moves, self._touching(layer), HBM, count, twice=True))
@@ -260,7 +268,7 @@ class Launcher:
             given = AttentionInput(layer)
             for i, part in enumerate(parts):
                 chosen = part.chosen[group]
-                given.add(part.request.name, chosen.ids, chosen.index, self._out(turn, i))
+                given.add(part.request.name, chosen.ids, chosen.index, self._out(turn, i).arrays)
             arrays = tuple(self._inputs[turn])
             compute.launch(
                 BatchMove(f"attend {layer}", [Attend(self._attend, given)], arrays, [], 0)
@@ -321,16 +329,13 @@ class Launcher:
 
     # -- parts ----------------------------------------------------------------------------
 
-    def _out(self, turn: int, place: int) -> list[Any]:
+    def _out(self, turn: int, place: int) -> PoolOutput:
         """A request's input of each lane, by its place among the step's real requests."""
         return self._outs[turn][place]
 
     def _touching(self, layer: int) -> tuple[Any, ...]:
         """Owners of the memory that a layer's moves touch."""
-        if layer not in self._rings:
-            return ()
-        full = [lane.owner for lane in self._lanes[layer]]
-        return (*self._rings[layer].lanes, *full, *(x for buffers in self._inputs for x in buffers))
+        return self._owners.get(layer, ())
 
     def _move(
         self,

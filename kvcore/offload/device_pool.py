@@ -22,7 +22,7 @@ serve.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,11 +36,15 @@ from kvcore.offload.checks import check_integer
 from kvcore.offload.full_lanes import FullLane, read_full
 from kvcore.offload.policy import make_books
 
-__all__ = ["DevicePool", "PoolMove", "Selection"]
+__all__ = ["DevicePool", "PoolMove", "PoolOutput", "Selection"]
 
 Ids = NDArray[np.int32] | NDArray[np.int64]
 BLOCK_FAULT = 3  # of the books: an id whose block is not in the table or the cache
 PARALLEL_BYTES = 262_144  # below it a second thread costs more than it moves
+
+
+#: An array a lane.
+Out = Union[Sequence[Any], "PoolOutput"]
 
 
 class Selection:
@@ -316,31 +320,31 @@ class DevicePool:
 
     # -- the bytes ------------------------------------------------------------------------
 
-    def plan_serve(self, selection: Selection, layer: int, out: Sequence[Any]) -> PoolMove:
+    def plan_serve(self, selection: Selection, layer: int, out: Out) -> PoolMove:
         """A move for ``stream.launch``: row i of every lane to ``out[lane][i]``.
 
         out: for each lane an array ``[at least n, size]`` of the lane's row bytes, written in
-             place; rows of negative ids are not written.
+             place; rows of negative ids are not written.  Or a `PoolOutput` of them.
         """
         return PoolMove(self, "serve", selection, self._layer(layer), layer, out)
 
-    def plan_hits(self, selection: Selection, layer: int, out: Sequence[Any]) -> PoolMove:
+    def plan_hits(self, selection: Selection, layer: int, out: Out) -> PoolMove:
         """The half of a serve that reads the pool; behind the install of the step before."""
         return PoolMove(self, "hits", selection, self._layer(layer), layer, out)
 
-    def plan_misses(self, selection: Selection, layer: int, out: Sequence[Any]) -> PoolMove:
+    def plan_misses(self, selection: Selection, layer: int, out: Out) -> PoolMove:
         """The half of a serve that reads the host; before or beside the other half."""
         return PoolMove(self, "misses", selection, self._layer(layer), layer, out)
 
-    def plan_install(self, selection: Selection, layer: int, out: Sequence[Any]) -> PoolMove:
+    def plan_install(self, selection: Selection, layer: int, out: Out) -> PoolMove:
         """A move for ``stream.launch``: the rows that were read, from ``out`` into the pool."""
         return PoolMove(self, "install", selection, self._layer(layer), layer, out)
 
-    def serve(self, selection: Selection, layer: int, out: Sequence[Any]) -> None:
+    def serve(self, selection: Selection, layer: int, out: Out) -> None:
         """``plan_serve`` and run it now."""
         self.plan_serve(selection, layer, out).run()
 
-    def install(self, selection: Selection, layer: int, out: Sequence[Any]) -> None:
+    def install(self, selection: Selection, layer: int, out: Out) -> None:
         """``plan_install`` and run it now."""
         self.plan_install(selection, layer, out).run()
 
@@ -348,6 +352,18 @@ class DevicePool:
         if type(layer) is not int or layer not in self._layers:
             fail("layer", f"one of {', '.join(map(str, self._layers))}", repr(layer))
         return self._layers[layer]
+
+
+class PoolOutput:
+    """Where rows are served to, read once for many moves: an array a lane."""
+
+    __slots__ = ("arrays", "infos")
+
+    def __init__(self, out: Sequence[Any]) -> None:
+        if isinstance(out, np.ndarray) or not isinstance(out, Sequence):
+            fail("out", "a sequence with an array a lane", type(out).__name__)
+        self.arrays = tuple(out)
+        self.infos = [arrays.read(array, f"out[{lane}]") for lane, array in enumerate(out)]
 
 
 class PoolMove:
@@ -365,26 +381,26 @@ class PoolMove:
         selection: Selection,
         layer: _Layer,
         layer_id: int,
-        out: Sequence[Any],
+        out: Out,
     ) -> None:
         if not isinstance(selection, Selection):
             fail("selection", "a Selection made by plan()", type(selection).__name__)
-        if isinstance(out, np.ndarray) or not isinstance(out, Sequence):
-            fail("out", "a sequence with an array a lane", type(out).__name__)
-        if len(out) != len(layer.lanes):
-            fail("out", f"{len(layer.lanes)} arrays, one a lane", len(out))
+        output = out if isinstance(out, PoolOutput) else PoolOutput(out)
+        if len(output.arrays) != len(layer.lanes):
+            fail("out", f"{len(layer.lanes)} arrays, one a lane", len(output.arrays))
         self._pool, self._kind, self._selection = pool, kind, selection
-        self._layer, self._layer_id, self._out = layer, layer_id, tuple(out)
+        self._layer, self._layer_id, self._out = layer, layer_id, output.arrays
         self.skipped = False
         self._ran = False
-        self._infos = [self._read_out(lane, array) for lane, array in enumerate(out)]
+        self._infos = output.infos
+        for number, info in enumerate(output.infos):
+            self._check_out(number, info)
 
     def __repr__(self) -> str:
         return f"<PoolMove {self._kind} of layer {self._layer_id}: {self._selection!r}>"
 
-    def _read_out(self, number: int, array: Any) -> Any:
-        name = f"out[{number}]"
-        info, lane = arrays.read(array, name), self._layer.lanes[number]
+    def _check_out(self, number: int, info: Any) -> None:
+        name, lane = f"out[{number}]", self._layer.lanes[number]
         n = len(self._selection.ids)
         if len(info.shape) != 2 or info.shape[0] < n:
             fail(name, f"[at least {n}, size]", info.shape)
@@ -396,7 +412,6 @@ class PoolMove:
             if info.read_only:
                 fail(name, "an array that can be written", "a read-only one")
             self._keep_apart(name, info, lane)
-        return info
 
     def _keep_apart(self, name: str, info: Any, lane: _Lane) -> None:
         low, high = info.address, info.address + info.strides[0] * info.shape[0]
