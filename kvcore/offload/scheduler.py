@@ -28,7 +28,7 @@ The scheduler owns no bytes and no arrays but the block tables.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,13 +84,14 @@ class Step:
 
     copies:    (source block, target block).
     prefill:   (who, first position, number of tokens).
-    decode:    who writes the token at ``written``.
+    decode:    who writes the token at ``written``; tokens: how many from there on, a place each.
     admitted, preempted: for whoever keeps state of its own per request.
     """
 
     copies: list[tuple[int, int]] = field(default_factory=list)
     prefill: list[tuple[Running, int, int]] = field(default_factory=list)
     decode: list[Running] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     admitted: list[Running] = field(default_factory=list)
     preempted: list[Running] = field(default_factory=list)
 
@@ -129,6 +130,10 @@ class Scheduler:
 
     tables: [rows, places] int64, block of each place of each running request (its ``row``); -1
             where there is none.
+    drafts: tokens a request writes behind its next one in a step, of which `commit` is told how
+            many stand.  Fewer where it ends, or where the pool has no block: nobody gives way
+            for a draft.
+    before_preempt: called with a request that is about to give its blocks back.
     Raises ParamInvalidError when a request cannot fit the pool even alone.
     """
 
@@ -140,8 +145,12 @@ class Scheduler:
         block_size: int,
         max_batch: int,
         chunk_tokens: int,
+        drafts: int = 0,
+        before_preempt: Callable[[Running], None] | None = None,
     ) -> None:
         self.pool = pool
+        self.drafts = check_integer("drafts", drafts, 0, 1023)
+        self._before_preempt = before_preempt
         self.block_size = check_integer("block_size", block_size, 1)
         self.max_batch = check_integer("max_batch", max_batch, 1)
         self.chunk_tokens = check_integer("chunk_tokens", chunk_tokens, 1)
@@ -174,20 +183,29 @@ class Scheduler:
 
     # -- a step ---------------------------------------------------------------------------
 
-    def plan(self) -> Step | None:
-        """The next step; None when every request has finished.  `commit` it before the next."""
+    @property
+    def next_arrival_ms(self) -> float | None:
+        """When the head of the queue arrives (or has arrived); None without one."""
+        return self.waiting[0].request.timestamp_ms if self.waiting else None
+
+    def plan(self, now_ms: float | None = None) -> Step | None:
+        """The next step; None when every request has finished.  `commit` it before the next.
+
+        now_ms: who arrives later is not there yet; None: all are.
+        """
         if not self.running and not self.waiting:
             return None
         step = Step()
-        self._admit(step)
+        self._admit(step, now_ms)
         self._plan_decode(step)
         self._plan_prefill(step)
         self.counters.steps += 1
         return step
 
-    def commit(self, step: Step) -> list[Running]:
+    def commit(self, step: Step, accepted: Sequence[int] | None = None) -> list[Running]:
         """Note that the step's bytes are written; returns who has nothing left to write.
 
+        accepted: of each who decodes, how many of its tokens stand; None: one of each.
         The finished still hold their blocks: `retire` each of them.
         """
         counters = self.counters
@@ -198,9 +216,10 @@ class Scheduler:
             counters.recomputed_tokens += again
             counters.prefill_tokens += count - again
             self._register(running)
-        for running in step.decode:
-            running.written = running.reached = running.written + 1
-        counters.decode_tokens += len(step.decode)
+        stand = accepted if accepted is not None else [1] * len(step.decode)
+        for running, count in zip(step.decode, stand, strict=True):
+            running.written = running.reached = running.written + count
+        counters.decode_tokens += sum(stand)
         return [r for r in self.running if r.written == r.request.total_tokens]
 
     def retire(self, running: Running) -> None:
@@ -218,6 +237,7 @@ class Scheduler:
                 place += 1
             elif self._can_write_next(running, step):
                 step.decode.append(running)
+                step.tokens.append(1 + (self._room(running) if self.drafts else 0))
                 place += 1
             else:
                 # Younger ones have no part in this step yet, so the last can go; when this
@@ -248,7 +268,21 @@ class Scheduler:
         self.pool.release([shared])
         return True
 
+    def _room(self, running: Running) -> int:
+        """Drafts that the request can write behind its next token, with blocks for them."""
+        more = min(self.drafts, running.request.total_tokens - running.written - 1)
+        needed = self._blocks_for(running.written + 1 + more) - len(running.blocks)
+        for _ in range(needed):
+            fresh = self.pool.allocate()
+            if fresh is None:
+                return len(running.blocks) * self.block_size - running.written - 1
+            self.tables[running.row, len(running.blocks)] = fresh[0]
+            running.blocks += fresh
+        return more
+
     def _preempt(self, running: Running, step: Step) -> None:
+        if self._before_preempt is not None:
+            self._before_preempt(running)
         self.running.remove(running)
         self._register(running, everything=True)
         self._give_back(running)
@@ -270,12 +304,14 @@ class Scheduler:
 
     # -- admission ------------------------------------------------------------------------
 
-    def _admit(self, step: Step) -> None:
+    def _admit(self, step: Step, now_ms: float | None) -> None:
         budget = self.chunk_tokens - sum(r.missing for r in self.running)
         while self.waiting and len(self.running) < self.max_batch and budget > 0:
             if self.running and self._blocked_at == self.pool.free:
                 return  # nothing has changed since the head of the queue did not fit
             running = self.waiting[0]
+            if now_ms is not None and running.request.timestamp_ms > now_ms:
+                return
             if not running.keys:
                 running.keys = block_keys(running.request, self.block_size, running.known)
             hits = self.pool.match(running.keys)
