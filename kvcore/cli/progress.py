@@ -7,17 +7,35 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kvcore.offload import Replay
+from typing import Protocol
 
 __all__ = ["progress_of"]
 
 LINES = 10
 SECONDS_BETWEEN_UPDATES = 0.1
 
-Update = Callable[["Replay"], None]
+
+class Served(Protocol):
+    """What a replay says of how far it is."""
+
+    @property
+    def seen_tokens(self) -> int:
+        """Of ``total_tokens``."""
+
+    @property
+    def total_tokens(self) -> int:
+        """Of the trace."""
+
+    @property
+    def finished_requests(self) -> int:
+        """Of ``total_requests``."""
+
+    @property
+    def total_requests(self) -> int:
+        """Of the trace."""
+
+
+Update = Callable[[Served], None]
 
 
 @contextmanager
@@ -49,7 +67,7 @@ def _bar() -> Iterator[Update]:
         task = bar.add_task("replay", total=None, done="")
         last = 0.0
 
-        def update(replay: Replay) -> None:
+        def update(replay: Served) -> None:
             nonlocal last
             now = monotonic()
             # A step can take microseconds, drawing takes hundreds of them.
@@ -71,7 +89,7 @@ class _Lines:
     def __init__(self) -> None:
         self._next = 0
 
-    def update(self, replay: Replay) -> None:
+    def update(self, replay: Served) -> None:
         if replay.seen_tokens * LINES >= self._next * replay.total_tokens:
             self._next = replay.seen_tokens * LINES // replay.total_tokens + 1
             print(

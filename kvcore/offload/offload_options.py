@@ -24,6 +24,7 @@ PREFILL_SOURCE = (
 )
 MAX_BATCH = 4096
 MAX_DRAFTS = 63
+MAX_BLOCKS = 2**24
 GIB = 2**30
 
 
@@ -74,7 +75,7 @@ class OffloadOptions:
             if value not in allowed:
                 fail(name, "one of " + ", ".join(allowed), repr(value))
         for name, low, high in (
-            ("batch", 1, MAX_BATCH), ("drafts", 0, MAX_DRAFTS), ("host_blocks", 1, 2**40),
+            ("batch", 1, MAX_BATCH), ("drafts", 0, MAX_DRAFTS), ("host_blocks", 1, MAX_BLOCKS),
             ("block_size", 1, 65_536), ("chunk", 1, 2**20), ("sample_requests", 1, 2**31),
             ("sample_layers", 1, 2**31), ("verify_samples", 0, 10**9), ("seed", 0, 2**64 - 1),
             ("max_trace_events", 0, 10**8),

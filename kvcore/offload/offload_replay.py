@@ -27,9 +27,10 @@ from kvcore.offload.models import ModelProfile
 from kvcore.offload.offload_options import OffloadOptions
 from kvcore.offload.offload_report import OffloadReport, OffloadTotals, Timeline
 from kvcore.offload.pool import BlockPool
-from kvcore.offload.real_decode import RealDecode
+from kvcore.offload.real_decode import RealDecode, check_host_memory
 from kvcore.offload.scheduler import Running, Scheduler, Step
-from kvcore.offload.step_clock import GroupRows, StepClock
+from kvcore.offload.step_clock import StepClock
+from kvcore.offload.step_trace import StepTrace
 from kvcore.offload.traces import TraceRequest
 
 __all__ = ["OffloadReplay"]
@@ -76,6 +77,9 @@ class OffloadReplay:
         self.profile, self.pool_entries = options.check(model)
         if not requests:
             fail("requests", "at least one", "none")
+        full = options.fidelity == "full"
+        if full:  # before the books of as many blocks
+            check_host_memory(model, options, model.layers, options.host_blocks)
         self._requests = len(requests)
         self._total_tokens = sum(request.total_tokens for request in requests)
         self.scheduler = Scheduler(
@@ -89,7 +93,6 @@ class OffloadReplay:
         )
         longest = max(request.total_tokens for request in requests)
         self._places = self.scheduler.tables.shape[1]
-        full = options.fidelity == "full"
         self._sample = set(_spread(requests, options)) if not full else set()
         layers, groups = _real_layers(model, options)
         self._real_groups = tuple(groups)
@@ -115,6 +118,7 @@ class OffloadReplay:
         self._verify_draw = np.random.default_rng([0x7666, options.seed])
         self.totals = OffloadTotals()
         self.timeline = Timeline()
+        self._trace = StepTrace(options.max_trace_events) if not full else None
         self._elapsed_ns = 0
         self._closed = False
 
@@ -149,6 +153,17 @@ class OffloadReplay:
                 self.totals.end_us = self.real.device.now
                 self.totals.busy = self.real.device.busy
             self.real.close()
+
+    def save_trace(self, path: str) -> int:
+        """Write the spans for Perfetto; returns how many did not fit ``max_trace_events``.
+
+        ``full``: every operation of every stream.  ``sampled``: a span a step.
+        """
+        if self._trace is None:
+            self.real.device.trace.save(path)
+            return self.real.device.trace.dropped_events
+        self._trace.save(path, f"{self.model.name} on {self.profile.name}, sampled")
+        return self._trace.dropped
 
     def step(self) -> bool:
         """One step; False when nothing is left to do."""
@@ -240,6 +255,8 @@ class OffloadReplay:
             self.real.order_prompts()
         elif not full:
             self.clock.advance(us)
+            if self._trace is not None and us:
+                self._trace.add("prefill", self.now_us, us, prompt_tokens=count)
 
     # -- decode -----------------------------------------------------------------------------
 
@@ -262,7 +279,7 @@ class OffloadReplay:
         rows = self._rows_by_group(who, states, contexts, tokens, result)
         written = int(tokens.sum())
         times = self.clock.step(
-            [GroupRows(*group) for group in rows.tolist()], written,
+            rows, written,
             *self._sent(written, len(who)), compute_us / self.model.layers,
         )  # fmt: skip
         us = result.us if full and result is not None else times.us
@@ -283,6 +300,11 @@ class OffloadReplay:
             self.now_us, us, float(moved[0]) / asked if asked else 1.0, len(who),
             self.scheduler.pool.used,
         )  # fmt: skip
+        if self._trace is not None and self.options.max_trace_events:
+            self._trace.add(
+                "decode step", self.now_us, us, batch=len(who),
+                misses=round(float(moved[1])), host_blocks=self.scheduler.pool.used,
+            )  # fmt: skip
         for state in states:
             state.age += 1
         return stands

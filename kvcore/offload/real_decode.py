@@ -29,9 +29,23 @@ from kvcore.offload.traces import TraceRequest
 from kvcore.runtime import Device
 from kvcore.runtime.profile import DeviceProfile
 
-__all__ = ["RealDecode"]
+__all__ = ["RealDecode", "check_host_memory"]
 
 _LANES = ("key", "value")
+
+
+def check_host_memory(
+    model: ModelProfile, options: OffloadOptions, num_layers: int, blocks: int
+) -> None:
+    """Raise DeviceOutOfMemoryError when so many blocks of real layers cannot fit the machine."""
+    size = blocks * options.block_size * model.row_bytes * num_layers
+    if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise DeviceOutOfMemoryError(
+            f"host_blocks: expected caches that fit this machine's memory, got {blocks} blocks"
+            f" of {num_layers} layers: {size} bytes; sampled fidelity needs less",
+            argument="host_blocks",
+            seen=blocks,
+        )
 
 
 class _WriteStaging:
@@ -93,14 +107,7 @@ class RealDecode:
         self._groups = tuple(groups)  # numbers of the groups as the model counts them
         self.layers = tuple(layers)
         self._lane_bytes = [n for n in model.shape.row_bytes if n]
-        size = blocks * options.block_size * model.row_bytes * len(self.layers)
-        if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-            raise DeviceOutOfMemoryError(
-                f"host_blocks: expected caches that fit this machine's memory, got {blocks} blocks"
-                f" of {len(self.layers)} layers: {size} bytes; --fidelity sampled needs less",
-                argument="host_blocks",
-                seen=blocks,
-            )
+        check_host_memory(model, options, len(self.layers), blocks)
         events = options.max_trace_events if timed else 0
         self.device = (
             Device(profile, clock="model", trace=bool(events), max_events=events or None)

@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """When the parts of a decode step end, without launching them.
 
-The arithmetic of the model clock for the operations that `DecodeEngine` launches in a step, layer
-by layer: for runs with too many steps to launch each.  Rows are numbers here, not necessarily
-whole: what most requests hit and missed is estimated.  A test holds it to the engine's own clock.
+The model clock's arithmetic for the operations that `DecodeEngine` launches in a step, layer by
+layer: for runs with too many steps to launch each.  Rows are numbers here, not necessarily whole:
+what most requests hit and missed is estimated.  A test holds it to the engine's own clock.
 
-An operation takes a share of each resource (latency + pieces * a piece + bytes / rate) and as long
-as the longest; it starts when its stream and the events it waits for allow.  One thing the model
-clock has is left out: that operations of different streams take turns at device memory.
+The operations of a layer, and what they wait for (state is what the step before left):
+
+===========  ==========================================================================
+write        the layer before; the layer's save of the step before
+misses       the misses before; the group's first write; the attention and the install that used
+             the same buffer; the layer's save of the step before
+hits         write; the layer's install of the step before; the buffer's install
+attention    hits, misses
+install      the install before; misses, hits
+save         the save before; write
+===========  ==========================================================================
 """
 
 from __future__ import annotations
@@ -15,19 +23,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore._kernels import step_times
 from kvcore.offload.models import ModelProfile
 from kvcore.runtime.profile import COMPUTE, D2H, H2D, HBM, DeviceProfile
 
-__all__ = ["GroupRows", "StepClock", "StepTimes"]
+__all__ = ["StepClock", "StepTimes"]
 
-
-@dataclass(frozen=True, slots=True)
-class GroupRows:
-    """Rows of one group's selection in a step, over the batch: each of its layers moves them."""
-
-    hits: float
-    misses: float
-    recent: float
+WRITE, MISSES, HITS, ATTEND, INSTALL, SAVE = range(6)
+KINDS = 6
+UNUSED = -1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,7 @@ class StepTimes:
 
 
 class StepClock:
-    """The time line of one device.
+    """The time line of one device, which serves nobody else.
 
     groups: layers of each group, in order; lanes: pieces of a row.
     depth:  buffers of the attention's input.
@@ -61,20 +68,48 @@ class StepClock:
         lanes: int,
         depth: int = 2,
     ) -> None:
-        self._groups = [len(group) for group in groups]
         self._row_bytes, self._lanes, self._depth = model.row_bytes, lanes, depth
         self._service = device.service
         self._launch, self._event = device.value("launch_cost"), device.value("event_cost")
         self.now = 0.0
-        num_layers = sum(self._groups)
-        self._installed, self._saved = [0.0] * num_layers, [0.0] * num_layers
-        self._attended, self._drained = [0.0] * depth, [0.0] * depth
+        self._group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+        self._first = np.array([place == 0 for group in groups for place in range(len(group))])
+        n = len(self._group_of)
+        self._before = self._links(n)
+        self._ready = np.zeros((n, KINDS))
+        self._shares = np.full((n, KINDS, 4), UNUSED)
+        self._start, self._end = np.zeros((2, n, KINDS))
+        self._work = np.zeros((9, n * KINDS), np.int32)
+        self._free = np.zeros(4)
+        self._installed, self._saved = np.zeros((2, n))
+        self._attended, self._drained = np.zeros((2, depth))
         self._turn = 0
-        self._tails = [0.0] * 4  # compute, h2d, side, d2h
+        self._tails = np.zeros(KINDS)  # the last end of each kind
+
+    def _links(self, n: int) -> NDArray[np.int32]:
+        before = np.full((n, KINDS, 6), -1, np.int32)
+
+        def row(layer: int, kind: int) -> int:
+            return layer * KINDS + kind if layer >= 0 else -1
+
+        for layer in range(n):
+            used = layer - self._depth  # who had the same buffer
+            before[layer, WRITE, 0] = row(layer - 1, ATTEND)
+            links = [row(layer - 1, MISSES), row(used, ATTEND), row(used, INSTALL)]
+            if self._first[layer]:
+                links.append(row(layer, WRITE))
+            before[layer, MISSES, : len(links)] = links
+            before[layer, HITS, :2] = row(layer, WRITE), row(used, INSTALL)
+            before[layer, ATTEND, :2] = row(layer, HITS), row(layer, MISSES)
+            before[layer, INSTALL, :3] = (
+                row(layer - 1, INSTALL), row(layer, MISSES), row(layer, HITS),
+            )  # fmt: skip
+            before[layer, SAVE, :2] = row(layer - 1, SAVE), row(layer, WRITE)
+        return before
 
     def advance(self, us: float) -> None:
         """Let the device compute something else for so long."""
-        self._tails[0] = self.now = max(self.now, self._tails[0]) + us
+        self.now = self._tails[ATTEND] = max(self.now, float(self._tails[ATTEND])) + us
 
     def share(self, resource: int, nbytes: float, pieces: float) -> float:
         """Microseconds of one resource that an operation takes."""
@@ -83,82 +118,95 @@ class StepClock:
 
     def step(
         self,
-        rows: Sequence[GroupRows],
-        tokens: int,
+        rows: NDArray[np.float64],
+        tokens: float,
         sent: float,
         sent_pieces: float,
         layer_us: float,
     ) -> StepTimes:
         """One step.
 
-        rows:     of each group.
+        rows:     [groups, 3] hits, misses and recent rows of each group, over the batch; each of
+                  its layers moves them.
         tokens:   new tokens of the batch, their rows written in every layer.
         sent:     tokens whose rows go to the host in every layer, in so many pieces a lane.
         layer_us: compute time of a layer.
         """
+        n, depth = len(self._group_of), self._depth
+        self._price(rows, tokens, sent, sent_pieces, layer_us)
+        begin = max(self.now + self._event, float(self._tails[ATTEND]))
+        host = self._launch_times(rows, sent, begin)
+        ready, turns = self._ready, (self._turn + np.arange(n)) % depth
+        ready[0] = np.maximum(ready[0], self._tails[[ATTEND, MISSES, WRITE, HITS, INSTALL, SAVE]])
+        ready[:, WRITE] = np.maximum(ready[:, WRITE], self._saved)
+        ready[:, MISSES] = np.maximum(ready[:, MISSES], self._saved)
+        ready[:, HITS] = np.maximum(ready[:, HITS], self._installed)
+        early = turns[: min(depth, n)]
+        reused = np.maximum(self._attended[early], self._drained[early])
+        ready[: len(early), MISSES] = np.maximum(ready[: len(early), MISSES], reused)
+        ready[: len(early), HITS] = np.maximum(ready[: len(early), HITS], self._drained[early])
+        start, end = self._start, self._end
+        served = step_times.run(
+            self._shares.reshape(-1, 4), self._before.reshape(-1, 6), ready.reshape(-1),
+            self._free, start.reshape(-1), end.reshape(-1), self._work,
+        )  # fmt: skip
+        assert served == n * KINDS
+        self._installed[:] = end[:, INSTALL]
+        if sent:
+            self._saved[:] = end[:, SAVE]
+        self._attended[turns[-depth:]] = end[-depth:, ATTEND]
+        self._drained[turns[-depth:]] = end[-depth:, INSTALL]
+        self._turn = int((self._turn + n) % depth)
+        self._tails = end[-1].copy()
+        self.now = max(host + self._event, float(end[-1, ATTEND]))
+        exposed = float(np.maximum(end[:, MISSES] - end[:, HITS], 0.0).sum())
+        waited = float((end[:, HITS] - end[:, WRITE]).sum())
+        link = float(np.maximum(self._shares[:, MISSES, H2D], 0.0).sum())
+        return StepTimes(self.now - begin, waited + exposed, exposed, link)
+
+    def _price(
+        self,
+        rows: NDArray[np.float64],
+        tokens: float,
+        sent: float,
+        sent_pieces: float,
+        layer_us: float,
+    ) -> None:
+        """Shares of every operation; what does not happen uses nothing."""
+        size, lanes, group = self._row_bytes, self._lanes, self._group_of
+        missed, held = rows[:, 1], rows[:, 0] + rows[:, 2]
+        shares, nothing = self._shares, UNUSED
+        # As the engine counts: a row in device memory is read and written.
+        shares[:, WRITE, HBM] = self.share(HBM, 2 * tokens * size, tokens * lanes)
+        shares[:, WRITE, COMPUTE] = self.share(COMPUTE, 0, tokens * lanes)
+        for kind, resource, count, times in (
+            (MISSES, H2D, missed, 1), (MISSES, HBM, missed, 1), (HITS, HBM, held, 2),
+            (HITS, COMPUTE, held, 0), (INSTALL, HBM, missed, 2),
+        ):  # fmt: skip
+            latency, piece, byte = self._service[resource]
+            us = latency + count * (lanes * piece + times * size * byte)
+            shares[:, kind, resource] = np.where(count > 0, us, nothing)[group]
+        shares[:, ATTEND, COMPUTE] = layer_us
+        for resource in (D2H, HBM):
+            us = self.share(resource, sent * size, sent_pieces * lanes)
+            shares[:, SAVE, resource] = us if sent else nothing
+
+    def _launch_times(self, rows: NDArray[np.float64], sent: float, begin: float) -> float:
+        """When the host launches each operation; returns when it has launched the last.
+
+        A launch, a record and a wait cost the host time, in the order of the engine.
+        """
         launch, event = self._launch, self._event
-        share, row, lanes, depth = self.share, self._row_bytes, self._lanes, self._depth
-        installed, saved = self._installed, self._saved
-        attended, drained = self._attended, self._drained
-        compute, h2d, side, d2h = self._tails
-        floor = self._service[COMPUTE][0]
-        write_us = max(share(HBM, 2 * tokens * row, tokens * lanes), floor)
-        sent_us = max(
-            share(D2H, sent * row, sent_pieces * lanes), share(HBM, sent * row, sent_pieces * lanes)
-        )
-        host = self.now + event
-        begin = max(host, compute)
-        waited = exposed = link = 0.0
-        layer, turn = 0, self._turn
-        for group, counts in zip(self._groups, rows, strict=True):
-            missed, held = counts.misses, counts.hits + counts.recent
-            miss_link = share(H2D, missed * row, missed * lanes)
-            miss_us = max(miss_link, share(HBM, missed * row, missed * lanes))
-            hit_us = max(share(HBM, 2 * held * row, held * lanes), floor)
-            install_us = share(HBM, 2 * missed * row, missed * lanes)
-            host += event
-            for place in range(group):
-                # The new rows.
-                host += 2 * event + launch
-                compute = max(host, compute, saved[layer]) + write_us
-                written = compute
-                if not place:
-                    h2d = max(h2d, written)
-                # The rows that are missing.
-                h2d = max(h2d, attended[turn], drained[turn], saved[layer])
-                host += 4 * event
-                if missed:
-                    host += launch
-                    h2d = max(host, h2d) + miss_us
-                    link += miss_link
-                loaded = h2d
-                # The rows that are held.
-                compute = max(compute, installed[layer], drained[turn])
-                host += 3 * event
-                if held:
-                    host += launch
-                    compute = max(host, compute) + hit_us
-                waited += compute - written
-                taken = compute
-                # The layer.
-                host += 2 * event + launch
-                exposed += max(0.0, loaded - compute)
-                compute = max(host, compute, loaded) + layer_us
-                attended[turn] = compute
-                # What was read goes into the pool, beside what follows.
-                side = max(side, loaded, taken)
-                host += 4 * event
-                if missed:
-                    host += launch
-                    side = max(host, side) + install_us
-                installed[layer] = drained[turn] = side
-                if sent:
-                    host += 2 * event + launch
-                    d2h = max(host, d2h, written) + sent_us
-                    saved[layer] = d2h
-                turn = (turn + 1) % depth
-                layer += 1
-        self._turn = turn
-        self._tails = [compute, h2d, side, d2h]
-        self.now = max(compute, host)
-        return StepTimes(compute - begin, waited + exposed, exposed, link)
+        missed = (rows[:, 1] > 0)[self._group_of]
+        held = (rows[:, 0] + rows[:, 2] > 0)[self._group_of]
+        cost = np.empty((len(self._group_of), KINDS))
+        cost[:, WRITE] = event + launch
+        cost[:, MISSES] = event + (3 + self._first) * event + missed * launch
+        cost[:, HITS] = event + 2 * event + held * launch
+        cost[:, ATTEND] = event + event + launch
+        cost[:, INSTALL] = event + 2 * event + missed * launch
+        cost[:, SAVE] = 2 * event + (event + launch if sent else 0.0)
+        host = self.now + self._event + np.cumsum(cost.reshape(-1))
+        self._ready[:] = host.reshape(cost.shape)
+        # What follows the launch of a save: its record; else the install's two records alone.
+        return float(host[-1]) + (event if sent else 0.0)

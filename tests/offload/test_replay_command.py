@@ -37,7 +37,7 @@ def trace(tmp_path: Path) -> str:
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["replay", "--json", *arguments]) == 0
+    assert main(["replay", "--json", "-", *arguments]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     result: dict[str, Any] = json.loads(captured.out)
@@ -160,7 +160,10 @@ def test_cache_size_in_mebibytes(trace: str, capsys: pytest.CaptureFixture[str])
         (["--blocks", "4", "--cache-mib", "4"], "--cache-mib: not allowed with argument --blocks"),
         (["--threads", "0"], "--threads: expected an integer from 1 to 1024, got '0'"),
         (["--verify-samples", "-3"], "--verify-samples: expected an integer from 0 to 1000000000"),
-        (["--max-batch", "nan"], "--max-batch: expected an integer from 1 to 4096, got 'nan'"),
+        (
+            ["--max-batch", "nan"],
+            "--batch/--max-batch: expected an integer from 1 to 4096, got 'nan'",
+        ),
         (["--chunk", ""], "--chunk: expected an integer from 1 to 1048576, got ''"),
         (["a.jsonl", "b.jsonl"], "unexpected argument 'b.jsonl'"),
         (["no such.jsonl"], "kvcore replay: no such.jsonl: No such file or directory"),
@@ -256,7 +259,7 @@ def test_an_interrupt_with_json(
     trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(kvcore, "scatter_pa_kv_cache", interrupting(1))
-    assert main(["replay", trace, "--json", "--chunk", "100"]) == 130
+    assert main(["replay", trace, "--json", "-", "--chunk", "100"]) == 130
     result = json.loads(capsys.readouterr().out)
     assert result["interrupted"] is True
     assert result["steps"] == 1
@@ -302,7 +305,7 @@ def test_a_reader_that_has_gone_is_no_error(trace: str) -> None:
 
 
 def test_progress_in_lines(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", trace, "--progress", "lines", "--chunk", "50", "--json"]) == 0
+    assert main(["replay", trace, "--progress", "lines", "--chunk", "50", "--json", "-"]) == 0
     captured = capsys.readouterr()
     json.loads(captured.out)
     lines = captured.err.splitlines()
@@ -313,7 +316,7 @@ def test_progress_in_lines(trace: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_progress_as_a_bar_leaves_standard_output_alone(
     trace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["replay", trace, "--progress", "bar", "--json"]) == 0
+    assert main(["replay", trace, "--progress", "bar", "--json", "-"]) == 0
     json.loads(capsys.readouterr().out)
 
 

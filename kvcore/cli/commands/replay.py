@@ -6,40 +6,40 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcore.cli import status
-from kvcore.cli.parser import Parser, Subparsers, integer
+from kvcore.cli.parser import Parser, Subparsers
+from kvcore.cli.replay_options import (
+    CACHE_ONLY,
+    DEFAULT_CACHE_MIB,
+    GENERATED_REQUESTS,
+    OFFLOAD_ONLY,
+    add_options,
+    given,
+)
 
 if TYPE_CHECKING:
     from kvcore.offload import ModelShape, TraceRequest
 
-GENERATED_REQUESTS = 100
-DEFAULT_CACHE_MIB = 256
-
 DESCRIPTION = """\
 Serve the requests of a trace: continuous batching over a block pool with prefix reuse, chunked
 prefill, one token a step in decode. The tokens' keys and values are written into paged caches
-with scatter_pa_kv_cache, and samples of them are read back through the block tables."""
+with scatter_pa_kv_cache, and samples of them are read back through the block tables.
+With --policy, or any option of offload, the full cache is on the host, and a device's model
+clock says what a step takes."""
 
 EPILOG = """\
 A trace is JSON lines, one request each: timestamp (ms), input_length and output_length (tokens),
-hash_ids (one id per 512 tokens of the input). Arrival times only order the requests.
-Exit status: 0; 1 when a sample does not hold what was written; 2 for a wrong option or trace;
-130 after Ctrl-C (the table so far is printed)."""
+hash_ids (one id per 512 tokens of the input). Arrival times only order the requests, but for
+--arrivals time.
+Exit status: 0; 1 when a sample does not hold what was written, or reports differ; 2 for a wrong
+option or trace; 130 after Ctrl-C (what is done is printed and written)."""
 
 
 def register(subparsers: Subparsers[Parser]) -> None:
     """Add the command."""
-    from kvcore.offload.caches import LAYOUTS
-    from kvcore.offload.models import (
-        DTYPE_NAMES,
-        MAX_HEAD_SIZE,
-        MAX_HEADS,
-        MAX_LAYERS,
-        MODELS,
-    )
-
     parser = subparsers.add_parser(
         "replay",
         usage="kvcore replay [TRACE] [options]",
@@ -48,108 +48,44 @@ def register(subparsers: Subparsers[Parser]) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "trace",
-        metavar="TRACE",
-        nargs="?",
-        help="a trace, or - for standard input (default: a seeded generator of similar shape)",
-    )
-    parser.add_argument(
-        "--requests",
-        metavar="N",
-        type=integer(1, 10**7),
-        help=f"the first N only (default: all of a trace, {GENERATED_REQUESTS} generated)",
-    )
-    parser.add_argument(
-        "--seed",
-        metavar="N",
-        type=integer(0, 2**64 - 1),
-        default=0,
-        help="of the generator, the tokens' bytes and the samples (default: %(default)s)",
-    )
-
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model",
-        metavar="NAME",
-        default="tiny",
-        help=f"{', '.join(MODELS)}, or a .toml or config.json file (default: %(default)s);"
-        " the figures below replace the model's",
-    )
-    for option, low, high, meaning in (
-        ("--layers", 1, MAX_LAYERS, "layers, each with caches of its own"),
-        ("--num-heads", 1, MAX_HEADS, "key-value heads"),
-        ("--head-size", 1, MAX_HEAD_SIZE, "elements of a key head"),
-        ("--value-head-size", 0, MAX_HEAD_SIZE, "elements of a value head; 0: no value lane"),
-    ):
-        model.add_argument(option, metavar="N", type=integer(low, high), help=meaning)
-    model.add_argument("--dtype", metavar="NAME", choices=DTYPE_NAMES, help="%(choices)s")
-
-    cache = parser.add_argument_group("cache")
-    size = cache.add_mutually_exclusive_group()
-    size.add_argument("--blocks", metavar="N", type=integer(1, 2**40), help="blocks of the pool")
-    size.add_argument(
-        "--cache-mib",
-        metavar="N",
-        type=integer(1, 2**40),
-        help=f"size of all caches together (default: {DEFAULT_CACHE_MIB})",
-    )
-    cache.add_argument(
-        "--block-size",
-        metavar="N",
-        type=integer(1, 65_536),
-        default=128,
-        help="tokens of a block (default: %(default)s)",
-    )
-    cache.add_argument(
-        "--layout",
-        metavar="NAME",
-        choices=list(LAYOUTS),
-        default="Norm",
-        help="%(choices)s (default: %(default)s)",
-    )
-
-    serving = parser.add_argument_group("serving")
-    serving.add_argument(
-        "--max-batch",
-        metavar="N",
-        type=integer(1, 4096),
-        default=32,
-        help="requests that run at a time (default: %(default)s)",
-    )
-    serving.add_argument(
-        "--chunk",
-        metavar="N",
-        type=integer(1, 2**20),
-        default=2048,
-        help="prompt tokens computed in one step (default: %(default)s)",
-    )
-    serving.add_argument(
-        "--threads", metavar="N", type=integer(1, 1024), help="threads of the operator"
-    )
-
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--verify-samples",
-        metavar="N",
-        type=integer(0, 10**9),
-        default=1000,
-        help="tokens to read back and compare (default: %(default)s)",
-    )
-    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    output.add_argument(
-        "--progress",
-        metavar="HOW",
-        choices=("auto", "bar", "lines", "none"),
-        default="auto",
-        help="%(choices)s, on standard error; auto: a bar on a terminal, else none"
-        " (default: %(default)s)",
-    )
+    add_options(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(namespace: argparse.Namespace) -> int:
     """Read or generate the trace, serve it, print what came of it."""
+    if namespace.compare is not None:
+        from kvcore.cli.replay_many import run_compare
+
+        return run_compare(namespace)
+    offload = given(namespace, OFFLOAD_ONLY)
+    if not offload:
+        _refuse_ray(namespace)
+        return _run_caches(namespace)
+    from kvcore.errors import fail
+
+    cache = given(namespace, CACHE_ONLY)
+    if cache:
+        fail(cache[0], f"no option of caches beside {offload[0]}", "both")
+    source, requests = _requests(namespace)
+    if namespace.sweep is not None:
+        from kvcore.cli.replay_many import run_sweep
+
+        return run_sweep(namespace, requests)
+    _refuse_ray(namespace)
+    from kvcore.cli.replay_offload import run_offload
+
+    return run_offload(namespace, source, requests)
+
+
+def _refuse_ray(namespace: argparse.Namespace) -> None:
+    if namespace.ray is not None:
+        from kvcore.errors import fail
+
+        fail("--ray", "a sweep to run there (--sweep)", "none")
+
+
+def _run_caches(namespace: argparse.Namespace) -> int:
     from kvcore.cli.interrupt import Interrupt
     from kvcore.cli.progress import progress_of
     from kvcore.offload import Replay
@@ -162,8 +98,8 @@ def run(namespace: argparse.Namespace) -> int:
         shape,
         num_blocks=num_blocks,
         block_size=namespace.block_size,
-        layout=namespace.layout,
-        max_batch=namespace.max_batch,
+        layout=namespace.layout or "Norm",
+        max_batch=namespace.batch,
         chunk_tokens=namespace.chunk,
         seed=namespace.seed,
         verify_samples=namespace.verify_samples,
@@ -172,9 +108,10 @@ def run(namespace: argparse.Namespace) -> int:
     with Interrupt() as interrupt, progress_of(namespace.progress) as progress:
         report = replay.run(stop=interrupt.is_set, progress=progress)
 
-    if namespace.json:
-        print(json.dumps({"trace": source, "seed": namespace.seed, **report.to_dict()}, indent=2))
-    else:
+    if namespace.json is not None:
+        figures = {"trace": source, "seed": namespace.seed, **report.to_dict()}
+        write_json(namespace.json, figures)
+    if namespace.json != "-":
         from kvcore.cli.replay_table import print_report
 
         print_report(report, source)
@@ -185,12 +122,21 @@ def run(namespace: argparse.Namespace) -> int:
     return status.INTERRUPTED if report.interrupted else status.OK
 
 
+def write_json(path: str, figures: dict[str, object]) -> None:
+    """Print the figures for "-", else write them to the file."""
+    text = json.dumps(figures, indent=2)
+    if path == "-":
+        print(text)
+    else:
+        Path(path).write_text(text + "\n")
+
+
 def _shape(namespace: argparse.Namespace) -> ModelShape:
     from dataclasses import replace
 
     from kvcore.offload import ModelProfile
 
-    model = ModelProfile.find(namespace.model)
+    model = ModelProfile.find(namespace.model or "tiny")
     changes = {
         field: getattr(namespace, option)
         for field, option in (

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvcore replay --compare`` and ``--sweep``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcore.cli import status
+
+if TYPE_CHECKING:
+    from kvcore.offload.traces import TraceRequest
+
+__all__ = ["run_compare", "run_sweep"]
+
+SHOWN = 100
+
+
+def run_compare(namespace: argparse.Namespace) -> int:
+    """Print the differences of two reports."""
+    from kvcore.offload.comparison import compare, read_report
+
+    first, second = namespace.compare
+    differences = compare(read_report(first), read_report(second))
+    beyond = [d for d in differences if d.relative > namespace.tolerance]
+    for d in differences[:SHOWN]:
+        mark = "!" if d.relative > namespace.tolerance else " "
+        size = f"{d.relative:9.2%}" if d.relative != float("inf") else "  differs"
+        print(f"{mark} {size}  {d.path}: {d.before!r} -> {d.after!r}")
+    if len(differences) > SHOWN:
+        print(f"  and {len(differences) - SHOWN} more")
+    print(f"{len(differences)} values differ, {len(beyond)} by more than {namespace.tolerance:.2%}")
+    return status.FAILED if beyond else status.OK
+
+
+def run_sweep(namespace: argparse.Namespace, requests: Sequence[TraceRequest]) -> int:
+    """Run the points that have no report yet, print all."""
+    from kvcore.cli.interrupt import Interrupt
+    from kvcore.cli.replay_offload import model_of, options_of
+    from kvcore.offload.sweep import grid, run_on_ray, run_processes
+
+    model = model_of(namespace)
+    options = options_of(namespace, model, requests)
+    folder = Path(namespace.results)
+    points = grid(namespace.sweep, options, model, requests, folder)
+    jobs = namespace.jobs or os.cpu_count() or 1
+    reports: dict[str, dict[str, Any]] = {}
+    show = namespace.progress in ("bar", "lines") or (
+        namespace.progress == "auto" and sys.stderr.isatty()
+    )
+    with Interrupt() as interrupt:
+        if namespace.ray is not None:
+            found = run_on_ray(namespace.ray, points, model, requests, interrupt.is_set)
+        else:
+            found = run_processes(points, model, requests, jobs, interrupt.is_set)
+        for point, report in found:
+            reports[point.name] = report
+            if show:
+                print(f"sweep: {len(reports)} of {len(points)}: {point.name}", file=sys.stderr)
+    ordered = {point.name: reports[point.name] for point in points if point.name in reports}
+    if namespace.json is not None:
+        from kvcore.cli.commands.replay import write_json
+
+        write_json(namespace.json, {"points": ordered})
+    if namespace.json != "-":
+        _print_sweep(ordered)
+    wrong = sum(bool(r["verified"]["mismatches"]) for r in reports.values())
+    if wrong:
+        print(f"kvcore replay: rows were wrong in {wrong} points", file=sys.stderr)
+        return status.FAILED
+    if len(reports) < len(points):
+        print(
+            f"kvcore replay: interrupted: {len(reports)} of {len(points)} points are in {folder};"
+            " the same command goes on from there",
+            file=sys.stderr,
+        )
+        return status.INTERRUPTED
+    return status.OK
+
+
+def _print_sweep(reports: dict[str, dict[str, Any]]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from kvcore.cli.console import output
+
+    table = Table(box=box.SIMPLE_HEAD, title="kvcore replay, sweep", title_justify="left")
+    table.add_column("point", no_wrap=True)
+    for name in ("hit rate", "step, ms", "token/s", "overlap", "to the device, GB", "real rows"):
+        table.add_column(name, justify="right")
+    for name, r in reports.items():
+        step, rate, overlap = r["model_time_us"]["step"], r["hit_rate"], r["overlap"]
+        table.add_row(
+            name,
+            "-" if rate is None else f"{rate:.2%}",
+            "-" if step is None else f"{step / 1e3:.3f}",
+            f"{r['tokens_per_s']['decode'] or 0:,.1f}",
+            "-" if overlap is None else f"{overlap:.1%}",
+            f"{r['bytes']['h2d'] / 1e9:,.2f}",
+            f"{r['rows']['real_share']:.2%}",
+        )
+    output().print(table)
