@@ -188,8 +188,8 @@ class StepClock:
             shares[:, kind, resource] = np.where(count > 0, us, nothing)[group]
         shares[:, ATTEND, COMPUTE] = layer_us
         for resource in (D2H, HBM):
-            us = self.share(resource, sent * size, sent_pieces * lanes)
-            shares[:, SAVE, resource] = us if sent else nothing
+            save_us = self.share(resource, sent * size, sent_pieces * lanes)
+            shares[:, SAVE, resource] = save_us if sent else nothing
 
     def _launch_times(self, rows: NDArray[np.float64], sent: float, begin: float) -> float:
         """When the host launches each operation; returns when it has launched the last.
