@@ -9,13 +9,21 @@ byte moves: a cache in FRACTAL_NZ has its physical shape, ``[nb, H*D // c0, bs, 
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcore.errors import fail
 
-__all__ = ["Format", "get_npu_format", "is_nz", "npu_format_cast"]
+__all__ = [
+    "Format",
+    "empty_with_format",
+    "empty_with_swapped_memory",
+    "get_npu_format",
+    "is_nz",
+    "npu_format_cast",
+]
 
 TAG = "_kvcore_format"
 #: Whether a tag was ever given: asking for one costs as much as moving a token.
@@ -59,3 +67,25 @@ def npu_format_cast(tensor: Tensor, acl_format: int) -> Tensor:
         setattr(tensor.untyped_storage(), TAG, Format.FRACTAL_NZ)
         return tensor
     return tensor.clone() if is_nz(tensor) else tensor
+
+
+def empty_with_format(
+    size: Any, dtype: Any = None, device: Any = None, acl_format: int = Format.ND, **keywords: Any
+) -> Tensor:
+    """A tensor whose memory has that format: 29 (FRACTAL_NZ), 2 (ND) or 0 (NCHW).
+
+    size: the shape as it lies in memory.  keywords: layout, pin_memory and base_addr, which the
+    vendor's has too, mean nothing.
+    """
+    return npu_format_cast(_empty(size, dtype, device), acl_format)
+
+
+def empty_with_swapped_memory(size: Any, dtype: Any = None, device: Any = None) -> Tensor:
+    """Host memory that the device can read in place: here, memory like all other."""
+    return _empty(size, dtype, device)
+
+
+def _empty(size: Any, dtype: Any, device: Any) -> Tensor:
+    if device is not None and str(device).partition(":")[0] not in ("npu", "cpu"):
+        fail("device", "'npu', 'cpu' or None", repr(device))
+    return torch.empty(tuple(size), dtype=dtype)

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from kvcore import soc as _soc
 from kvcore.errors import KVCoreError, ParamInvalidError, fail
@@ -242,17 +241,11 @@ def _members(name: str) -> dict[str, Any]:
     members["npu_format_cast"] = formats.npu_format_cast
     members["get_npu_format"] = formats.get_npu_format
     members["Format"] = formats.Format
-    members["empty_with_swapped_memory"] = empty_with_swapped_memory
+    members["empty_with_format"] = formats.empty_with_format
+    members["empty_with_swapped_memory"] = formats.empty_with_swapped_memory
     for absent in NOT_PLANNED:
         members[absent] = _not_planned(absent)
     return members
-
-
-def empty_with_swapped_memory(size: Any, dtype: Any = None, device: Any = None) -> Tensor:
-    """Host memory that the device can read in place: here, memory like all other."""
-    if device is not None and str(device).partition(":")[0] not in ("npu", "cpu"):
-        fail("device", "'npu', 'cpu' or None", repr(device))
-    return torch.empty(tuple(size), dtype=dtype)
 
 
 def _not_planned(name: str) -> Callable[..., Any]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from kvcore.errors import fail
+from kvcore.errors import ParamNullError, fail
 
 __all__ = ["Arguments", "register", "register_alias"]
 
@@ -127,6 +128,7 @@ def _define(library: torch.library.Library, schema: str, kernel: Kernel, shapes:
     library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
     for key in KEYS:
         library.impl(name, kernel, key)
+    library.impl(name, partial(_refuse_nested, Arguments(schema)), "AutogradNestedTensor")
 
     # torch calls a shape function for the fake tensors of a trace, and also for a call made by
     # hand with meta tensors, which would do nothing and say nothing.
@@ -138,6 +140,14 @@ def _define(library: torch.library.Library, schema: str, kernel: Kernel, shapes:
 
     torch.library.register_fake(qualified, checked, lib=library)
     return name
+
+
+def _refuse_nested(read: Arguments, *args: Any, **keywords: Any) -> NoReturn:
+    """The kernel for nested tensors, whose shape torch does not tell."""
+    for argument, value in read(args, keywords).items():
+        if isinstance(value, Tensor) and value.is_nested:
+            fail(argument, "a dense (strided) tensor", "a nested tensor")
+    raise AssertionError("torch chose the kernel of nested tensors without one")
 
 
 def _nothing(*args: Any, **keywords: Any) -> None:
@@ -168,7 +178,11 @@ def _with_copies(
             positional[i] = copy
         elif copy is not None:
             named[name] = copy
-    like = next(tensor for tensor in made if tensor is not None)
+    like = next((tensor for tensor in made if tensor is not None), None)
+    if like is None:
+        raise ParamNullError(
+            f"{mutated[0][1]}: expected an array, got None", argument=mutated[0][1], seen=None
+        )
     return tuple(positional), named, [like.new_empty(0) if t is None else t for t in made]
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcore._core.arrays import read
 from kvcore.errors import fail
 
 __all__ = ["swap_blocks_batch"]
@@ -57,9 +57,9 @@ def swap_blocks_batch(x: Tensor, y: Tensor, z: Tensor, direction: int) -> None:
 
 
 def _numbers(tensor: Tensor, name: str) -> Numbers:
-    if tensor is None or tensor.dtype is not torch.int64 or tensor.dim() != 1:
-        seen = None if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-        fail(name, "int64 [n]", seen)
+    info = read(tensor, name)
+    if info.dtype_name != "int64" or len(info.shape) != 1:
+        fail(name, "int64 [n]", f"{info.dtype_name} {list(info.shape)}")
     found: Numbers = tensor.numpy()
     return found
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import kvcore
+from kvcore._core.arrays import read
 from kvcore._core.plan import Plan
 from kvcore.errors import KVCoreError, ParamInvalidError, fail
 from kvcore.torch.formats import is_nz
@@ -24,6 +25,8 @@ from kvcore.torch.library import selection_lengths
 from kvcore.torch.scatter_nd import plan_scatter_nd_update
 
 __all__ = ["OPERATORS", "Call", "Vendor", "renamed"]
+
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 class Call(NamedTuple):
@@ -183,12 +186,20 @@ def _reshape_and_cache_siso(soc: Any, key: Tensor, key_cache: Tensor, slot_indic
 
 
 def _scatter_nd_(soc: Any, self: Tensor, indices: Tensor, updates: Tensor) -> Call:
+    _check_readable(self=self, indices=indices, updates=updates)
     return Call(plan_scatter_nd_update(self, indices, updates))
 
 
 def _scatter_nd(soc: Any, self: Tensor, indices: Tensor, updates: Tensor) -> Call:
+    _check_readable(self=self, indices=indices, updates=updates)
     made = self.clone()
     return Call(plan_scatter_nd_update(made, indices, updates), made)
+
+
+def _check_readable(**tensors: Tensor) -> None:
+    """The typed errors of tensors that no operator can read, before torch is asked about them."""
+    for name, tensor in tensors.items():
+        read(tensor, name)
 
 
 def _like_self(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
@@ -276,6 +287,7 @@ def _load(
     cumsum: bool = False,
 ) -> Call:
     caches = {"key_cache": key_cache, "value_cache": value_cache}
+    _check_readable(**caches, context_lens=context_lens)
     if _cache_mode(key_cache, value_cache) == "PA_NZ":
         fail("key_cache", "an ND cache, or key= and value= to load FRACTAL_NZ into", "FRACTAL_NZ")
     for name, cache in caches.items():
@@ -299,7 +311,7 @@ def _load(
 
 def _num_tokens(context_lens: Tensor, cumsum: bool) -> int:
     """Tokens of all requests; what is wrong with the lengths is for the operator to say."""
-    if context_lens.numel() == 0 or context_lens.dtype not in (torch.int32, torch.int64):
+    if context_lens.numel() == 0 or context_lens.dtype not in INDEX_DTYPES:
         return 0
     lengths = context_lens.flatten()
     return max(int(lengths[-1] if cumsum else lengths.sum()), 0)
@@ -318,6 +330,7 @@ def _load_shapes(
 # ---------------------------------------------------------------- selection
 def _select(soc: Any, *arrays: Tensor, selection_topk_block_size: int = 64) -> Call:
     table, topk, q_lens = arrays[2], arrays[4], arrays[9]
+    _check_readable(full_q_actual_seq=q_lens)
     plan = kvcore.plan_gather_selection_kv_cache(
         *arrays,
         selection_topk_block_size=selection_topk_block_size,
@@ -336,7 +349,7 @@ def _are_totals(q_lens: Any, topk: Any) -> bool:
     """
     if not isinstance(q_lens, Tensor) or not isinstance(topk, Tensor) or not q_lens.numel():
         return False
-    if q_lens.dim() != 1 or topk.dim() not in (3, 4):
+    if q_lens.dim() != 1 or topk.dim() not in (3, 4) or q_lens.dtype not in INDEX_DTYPES:
         return False
     steps = topk.shape[1] if topk.dim() == 4 else topk.shape[0] // len(q_lens)
     totals: list[int] = q_lens.tolist()

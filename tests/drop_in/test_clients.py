@@ -253,6 +253,79 @@ def test_nz_views_of_an_nd_buffer(torch_npu: Any) -> None:
             assert torch.equal(seen, rows[i])
 
 
+def test_caches_that_are_made_in_nz(torch_npu: Any) -> None:
+    """A kernel's test: FRACTAL_NZ caches made as such, filled by an operator that has no mode."""
+    shape = (BLOCKS, HEADS * SIZE // 16, PAGE, 16)
+    caches = [
+        torch_npu.empty_with_format(size=shape, dtype=torch.float16, device="npu", acl_format=29)
+        for _ in range(2)
+    ]
+    assert [torch_npu.get_npu_format(cache) for cache in caches] == [29, 29]
+    key, value = torch.randn(2, 3, HEADS, SIZE).half()
+    torch_npu._npu_reshape_and_cache(
+        key=key,
+        value=value,
+        key_cache=caches[0],
+        value_cache=caches[1],
+        slot_indices=torch.tensor([PAGE + 3, 0, 5], dtype=torch.int32),
+    )
+    for cache, rows in zip(caches, (key, value), strict=True):
+        assert torch.equal(cache[1, :, 3].reshape(HEADS, SIZE), rows[0])
+
+
+def test_a_pool_that_writes_the_views_of_a_fused_projection(torch_npu: Any) -> None:
+    """Columns of one projection as K and V, one scatter into pages; float8 kept as int8."""
+    buffers = torch.zeros(2, 3, BLOCKS * PAGE, 1, HEADS, SIZE, dtype=torch.uint8)
+    qkv = torch.randn(4, 5 * HEADS * SIZE).to(torch.float8_e4m3fn)
+    width, loc = HEADS * SIZE, torch.tensor([1, 5, 11, 100])
+    key, value = (qkv[:, i * width : (i + 1) * width].view(-1, HEADS, SIZE) for i in (1, 3))
+    pages = [buffer[1].view(torch.int8).view(-1, PAGE, HEADS, SIZE) for buffer in buffers]
+    torch_npu.npu_scatter_pa_kv_cache(
+        key.view(torch.int8), value.view(torch.int8), *pages, loc, cache_mode="Norm"
+    )
+    for buffer, rows in zip(buffers, (key, value), strict=True):
+        assert torch.equal(buffer[1, loc, 0], rows.view(torch.uint8))
+        assert not buffer[0].any()
+        assert not buffer[2].any()
+
+
+def test_a_layer_whose_device_adaptor_makes_everything_contiguous(torch_npu: Any) -> None:
+    """One class for every device: slots by another name, copies made before the operator."""
+
+    class Adaptor:
+        @classmethod
+        def reshape_and_cache(
+            cls, key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any
+        ) -> None:
+            torch_npu.npu_scatter_pa_kv_cache(
+                key=key.contiguous(),
+                value=value.contiguous(),
+                key_cache=key_cache,
+                value_cache=value_cache,
+                slot_mapping=slot_mapping.contiguous(),
+                cache_mode="Norm",
+            )
+
+        @classmethod
+        def kv_cache_load(cls, caches: Any, table: Any, lengths: Any, starts: Any) -> Any:
+            made = [torch.empty(int(lengths.sum()), *c.shape[2:], dtype=c.dtype) for c in caches]
+            torch_npu.npu_gather_pa_kv_cache(
+                *caches, table, lengths.contiguous(), seq_offset=starts, key=made[0], value=made[1]
+            )
+            return made
+
+    caches = torch.zeros(2, BLOCKS, PAGE, 1, 512, dtype=torch.bfloat16)[..., :512].split(1)
+    caches = caches[0][0], torch.zeros(BLOCKS, PAGE, 1, 64, dtype=torch.bfloat16)
+    latent = torch.randn(2, 576).bfloat16()
+    parts = [part.view(2, 1, -1) for part in latent.split([512, 64], -1)]
+    slots = torch.tensor([[3 * PAGE, -1], [3 * PAGE + 1, -1]])[:, 0]
+    Adaptor.reshape_and_cache(*parts, *caches, slots)
+    table, starts = torch.tensor([[0, 3]], dtype=torch.int32), torch.tensor([PAGE]).int()
+    loaded = Adaptor.kv_cache_load(caches, table, torch.tensor([2]).int(), starts)
+    for seen, want in zip(loaded, parts, strict=True):
+        assert torch.equal(seen, want)
+
+
 def test_caches_that_are_cast_to_nz(torch_npu: Any) -> None:
     """int8 keys and bfloat16 values, each cast once; the operator goes by the format."""
     key_cache = torch_npu.npu_format_cast(torch.zeros(4, 16, 128, 32, dtype=torch.int8), 29)

@@ -34,6 +34,7 @@ ON_NS = {
     "npu_format_cast",
     "get_npu_format",
     "Format",
+    "empty_with_format",
     "empty_with_swapped_memory",
     "npu_kv_rmsnorm_rope_cache",
     "npu_kv_rmsnorm_rope_cache_v2",

@@ -70,9 +70,9 @@ def test_through_torch_ops(torch_npu: Any) -> None:
         ({"z": numbers(-1)}, "z[0]: expected a size >= 0, got -1"),
         ({"z": numbers(1, 2)}, "z: expected shape [1] as x, got [2]"),
         ({"y": numbers()}, "y: expected shape [1] as x, got [0]"),
-        ({"x": torch.zeros(1, dtype=torch.int32)}, "x: expected int64 [n], got torch.int32 [1]"),
+        ({"x": torch.zeros(1, dtype=torch.int32)}, "x: expected int64 [n], got int32 [1]"),
         ({"x": torch.zeros(1, 1, dtype=torch.int64)}, "x: expected int64 [n]"),
-        ({"x": None}, "x: expected int64 [n], got None"),
+        ({"x": None}, "x: expected an array, got None"),
         ({"direction": 3}, "direction: expected one of 0 (host to device)"),
         ({"direction": -1}, "direction: expected one of"),
     ],
@@ -86,7 +86,7 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
         "direction": 2,
         **change,
     }
-    with pytest.raises(kvcore.ParamInvalidError, match="^" + re.escape(message)):
+    with pytest.raises(kvcore.KVCoreError, match="^" + re.escape(message)):
         swap_blocks_batch(**arguments)
     assert not target.any()
 
