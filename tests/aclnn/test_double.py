@@ -551,3 +551,58 @@ def test_callbacks_need_a_subscribed_thread(double: Double) -> None:
     assert double.rt("aclrtLaunchHostFunc", pointer(stream), function, None) == 107000
     noticed(double, "[1.7]", "not both")
     assert double.rt("aclrtUnSubscribeReport", me, pointer(stream)) == 0
+
+
+# -- more of streams ------------------------------------------------------------------------------
+
+
+def test_streams_end(double: Double) -> None:
+    address, size = double.malloc(64), c_size_t(64)
+    seen = np.empty(64, np.uint8)
+    for symbol, ran in (("aclrtDestroyStreamForce", False), ("aclrtDestroyStream", True)):
+        stream = double.stream()
+        fill = (pointer(address), size, 3, size, pointer(stream))
+        assert double.rt("aclrtMemsetAsync", *fill) == 0
+        assert double.rt(symbol, pointer(stream)) == 0
+        assert bool(double.download(address, seen)[0] == 3) is ran
+    stream = double.stream()
+    assert double.rt("aclrtMemsetAsync", pointer(address), size, 4, size, pointer(stream)) == 0
+    assert double.rt("aclrtStreamAbort", pointer(stream)) == 0
+    assert double.sync(stream) == 0
+    assert double.download(address, seen)[0] == 3
+    assert double.rt("aclrtDestroyStream", None) == 107000
+    noticed(double, "[1.5]", "NULL")
+    double.free(address)
+
+
+def test_limits(double: Double) -> None:
+    before = get(double, "aclrtGetStreamAvailableNum", ctypes.c_uint32)
+    assert before == 1984
+    streams = [double.stream() for _ in range(before)]
+    assert double.rt("aclrtCreateStream", byref(OUT)) == 207008
+    for stream in streams:
+        assert double.rt("aclrtDestroyStream", pointer(stream)) == 0
+
+
+def test_arguments_of_streams(double: Double) -> None:
+    assert double.rt("aclrtCreateStreamWithConfig", byref(OUT), 0, 0x40) == 107000
+    noticed(double, "[2]", "flag")
+    stream = double.made("aclrtCreateStreamWithConfig", 0, 3)
+    assert get(double, "aclrtStreamGetFlags", ctypes.c_uint32, pointer(stream)) == 3
+    assert double.rt("aclrtSetStreamFailureMode", pointer(stream), c_uint64(2)) == 107000
+    noticed(double, "[2]", "failure mode")
+    free, total = c_size_t(), c_size_t()
+    assert double.rt("aclrtGetMemInfo", 0, byref(free), byref(total)) == 107000
+    noticed(double, "[1.4]", "not HBM")
+
+
+def test_an_event_of_the_wait_itself(double: Double) -> None:
+    one, two = double.stream(), double.stream()
+    event = double.made("aclrtCreateEventWithFlag", SYNC)
+    assert double.rt("aclrtRecordEvent", pointer(event), pointer(one)) == 0
+    assert double.rt("aclrtStreamWaitEvent", pointer(two), pointer(event)) == 0
+    double.runtime.kvdouble_hold(True)
+    assert get(double, "aclrtQueryEventWaitStatus", c_int, pointer(event)) == 1
+    double.runtime.kvdouble_hold(False)
+    assert double.sync(two) == 0
+    assert get(double, "aclrtQueryEventWaitStatus", c_int, pointer(event)) == 0

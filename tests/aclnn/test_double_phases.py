@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from double.asking import FLOAT16, H2D, OUT, SYNC, Scatter, get, in_thread, noticed
+from double.asking import FLOAT16, H2D, INT32, OUT, SYNC, Scatter, get, in_thread, noticed
 from double.direct import Double, Refused, pointer
 
 A2, A3, A950 = "Ascend910B3", "Ascend910_9391", "Ascend950PR_9599"
@@ -573,3 +573,77 @@ def test_threads_side_by_side(double: Double) -> None:
         thread.join()
     assert not failures
     assert double.live() == 0, double.live_text()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_workspace_of_two_streams(double: Double, ordered: bool) -> None:
+    one, two, scatter = double.stream(), double.stream(), Scatter(double)
+    workspace = scatter.launch(one)
+    if ordered:
+        event = double.made("aclrtCreateEventExWithFlag", SYNC)
+        assert double.rt("aclrtRecordEvent", pointer(event), pointer(one)) == 0
+        assert double.rt("aclrtStreamWaitEvent", pointer(two), pointer(event)) == 0
+    size, executor = scatter.one()
+    assert scatter.two(workspace, size, executor, two) == 0
+    if not ordered:
+        noticed(double, "[5.3]", "another stream")
+    for stream in (two, one):
+        assert double.sync(stream) == 0
+
+
+def test_a_kernel_reads_swapped_memory(double: Double) -> None:
+    scatter = Scatter(double)
+    page = double.made("aclrtMallocHost", c_size_t(2 * 4096))
+    aligned = (page + 4095) // 4096 * 4096
+    ctypes.memmove(aligned, scatter.key.tobytes(), scatter.key.nbytes)
+    double.ok(double.rt("aclrtHostRegister", pointer(aligned), c_uint64(4096), 0, byref(OUT)))
+    scatter.replace[0] = double.tensor(OUT.value, scatter.key.shape, FLOAT16)
+    scatter.launch()
+    assert double.rt("aclrtHostUnregister", pointer(aligned)) == 0
+    noticed(double, "[5.9]", "before its stream passed")
+    assert double.sync() == 507015
+    double.ok(double.rt("aclrtHostRegister", pointer(aligned), c_uint64(4096), 0, byref(OUT)))
+    scatter.destroy()
+    scatter.replace[0] = double.tensor(OUT.value, scatter.key.shape, FLOAT16)
+    scatter.launch()
+    assert double.sync() == 0
+    np.testing.assert_array_equal(
+        double.download(scatter.memory[1], scatter.cache), scatter.expected()
+    )
+    assert double.rt("aclrtHostUnregister", pointer(aligned)) == 0
+
+
+def test_a_repeatable_executor_is_the_callers(double: Double) -> None:
+    cache = np.arange(2 * 4 * 16, dtype=np.uint16).reshape(2, 4, 1, 16)
+    memory = [double.upload(x) for x in (cache, np.array([[1]], np.int32), np.array([2], np.int32))]
+    outs = [double.upload(np.zeros((2, 1, 16), np.uint16)) for _ in range(3)]
+    tensors = [double.tensor(memory[0], cache.shape, FLOAT16) for _ in range(2)]
+    tensors += [double.tensor(memory[1], [1, 1], INT32), double.tensor(memory[2], [1], INT32)]
+    tensors += [double.tensor(outs[i], [2, 1, 16], FLOAT16) for i in range(2)]
+    size, executor = double.phase_one(
+        "aclnnGatherPaKvCache", *map(pointer, tensors), None, None, ctypes.c_bool(False)
+    )
+    workspace = double.malloc(size)
+    assert double.base.aclSetAclOpExecutorRepeatable(pointer(executor)) == 0
+    assert double.phase_two("aclnnGatherPaKvCache", workspace, size, executor) == 0
+    assert double.base.aclSetOutputTensorAddr(
+        pointer(executor), c_size_t(0), pointer(tensors[4]), pointer(outs[2])
+    ) == 0  # fmt: skip
+    assert double.phase_two("aclnnGatherPaKvCache", workspace, size, executor) == 0
+    assert double.base.aclSetAclOpExecutorRepeatable(pointer(executor)) == 561000
+    noticed(double, "[5.2]", "directly after phase one")
+    assert double.base.aclDestroyAclOpExecutor(pointer(executor)) == 0
+    assert double.sync() == 0
+    for out in (outs[0], outs[2]):
+        seen = double.download(out, np.empty((2, 1, 16), np.uint16))
+        np.testing.assert_array_equal(seen, cache[1, :2])
+
+
+def test_task_groups_go_with_their_graph(double: Double) -> None:
+    stream = begin(double)
+    assert double.rt("aclmdlRICaptureTaskGrpBegin", pointer(stream)) == 0
+    assert double.rt("aclmdlRICaptureTaskGrpEnd", pointer(stream), byref(OUT)) == 0
+    graph = get(double, "aclmdlRICaptureEnd", c_void_p, pointer(stream))
+    assert double.live("task_group") == 1
+    assert double.rt("aclmdlRIDestroy", pointer(graph)) == 0
+    assert double.live("task_group") == 0

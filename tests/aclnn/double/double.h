@@ -130,7 +130,16 @@ struct task {
     bool external;               // record or wait that stays alive in a graph
     struct event *event;         // of an external record in a graph
     struct graph *graph;         // replays this
+    struct block *workspace;     // with the bytes from workspace_start on
+    size_t workspace_start, workspace_size;
+    uint64_t position;
     int refs;
+};
+
+// Which tasks of which streams come before a point: what events order (5.8).
+struct past {
+    int count;
+    struct { uint64_t stream, position; } *of;
 };
 
 struct recording {  // one aclrtRecordEvent
@@ -140,6 +149,7 @@ struct recording {  // one aclrtRecordEvent
     uint64_t time_ns;
     struct stream *stream;  // valid while not done
     uint64_t position;
+    struct past past;
 };
 
 struct stream {
@@ -153,7 +163,7 @@ struct stream {
     uint32_t priority, flags;
     struct graph *capture;
     int capture_tail;
-    struct task_group *update;
+    struct past past;
 };
 
 struct task *kvd_new_task(int (*run)(struct task *));
@@ -168,6 +178,9 @@ void kvd_allow(struct stream *stream, uint64_t position);
 bool kvd_drain(struct stream *stream, uint64_t position, int64_t timeout_ms);
 void kvd_close_stream(struct stream *stream, bool drop_work);
 int kvd_take_error(struct stream *stream);
+uint64_t kvd_position_before(const struct past *past, const struct stream *stream);
+void kvd_join(struct past *past, const struct past *other);
+void kvd_join_stream(struct past *past, const struct stream *stream);
 struct recording *kvd_new_recording(void);
 void kvd_drop_recording(struct recording *recording);
 uint64_t kvd_now_ns(void);

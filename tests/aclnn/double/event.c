@@ -119,6 +119,7 @@ static int record(void *event, void *stream, uint32_t flag) {
         t->record = r;
         r->stream = s;
         r->position = s->enqueued + 1;
+        kvd_join_stream(&r->past, s);
         code = kvd_launch(s, t);
     }
     if (code) {
@@ -194,6 +195,7 @@ static int wait(void *stream, void *event, int64_t timeout_s, uint32_t flag) {
         e->last->refs++;
         t->wait = e->last;
         t->external = flag;
+        kvd_join(&s->past, &e->last->past);
     }
     if (e->last_wait) kvd_drop_recording(e->last_wait);
     e->last_wait = kvd_new_recording();

@@ -191,7 +191,7 @@ static int run(struct task *t) {
     for (uint64_t i = 0; l->workspace && i < l->size; i++) {
         if (l->workspace[i] == 0x5A) continue;
         pthread_mutex_lock(&kvd_lock);
-        violate(OK, "5.3", "another stream used the workspace at the same time");
+        violate(OK, "5.3", "somebody else wrote to the workspace meanwhile");
         pthread_mutex_unlock(&kvd_lock);
         break;
     }
@@ -269,6 +269,9 @@ static int start(struct executor *e, void *workspace, uint64_t size, const void 
         kvd_find(workspace, &b);
         l->workspace = b->bytes + ((uintptr_t)workspace - b->start);
         l->size = e->workspace;
+        t->workspace = b;
+        t->workspace_start = (uintptr_t)workspace - b->start;
+        t->workspace_size = e->workspace;
     }
     if (code) {
         kvd_drop_task(t);

@@ -66,6 +66,33 @@ int kvd_touch(struct task *t, const void *address, size_t size, const char *what
     return OK;
 }
 
+static void note(struct past *past, uint64_t stream, uint64_t position) {
+    int i = 0;
+    while (i < past->count && past->of[i].stream != stream) i++;
+    if (i == past->count) {
+        past->of = realloc(past->of, (size_t)(i + 1) * sizeof *past->of);
+        if (!past->of) abort();
+        past->of[past->count++].stream = stream;
+        past->of[i].position = 0;
+    }
+    if (past->of[i].position < position) past->of[i].position = position;
+}
+
+void kvd_join(struct past *past, const struct past *other) {
+    for (int i = 0; i < other->count; i++) note(past, other->of[i].stream, other->of[i].position);
+}
+
+void kvd_join_stream(struct past *past, const struct stream *s) {
+    kvd_join(past, &s->past);
+    note(past, s->handle.serial, s->enqueued);
+}
+
+uint64_t kvd_position_before(const struct past *past, const struct stream *s) {
+    for (int i = 0; i < past->count; i++)
+        if (past->of[i].stream == s->handle.serial) return past->of[i].position;
+    return 0;
+}
+
 struct recording *kvd_new_recording(void) {
     struct recording *r = calloc(1, sizeof *r);
     if (!r) abort();
@@ -74,7 +101,9 @@ struct recording *kvd_new_recording(void) {
 }
 
 void kvd_drop_recording(struct recording *r) {
-    if (!--r->refs) free(r);
+    if (--r->refs) return;
+    free(r->past.of);
+    free(r);
 }
 
 static void complete(struct recording *r, int code) {
@@ -147,6 +176,25 @@ void kvd_allow(struct stream *s, uint64_t position) {
     pthread_cond_broadcast(&kvd_changed);
 }
 
+struct clash {
+    struct stream *stream;
+    struct task *task;
+};
+
+static void find_clash(void *stream, void *data) {
+    struct stream *other = stream;
+    struct clash *c = data;
+    if (other == c->stream) return;
+    uint64_t before = kvd_position_before(&c->stream->past, other);
+    for (struct task *t = other->head; t; t = t->next) {
+        if (t->workspace != c->task->workspace || t->position <= before) continue;
+        if (t->workspace_start >= c->task->workspace_start + c->task->workspace_size) continue;
+        if (c->task->workspace_start >= t->workspace_start + t->workspace_size) continue;
+        violate(OK, "5.3", "the workspace is in use by a task of another stream, and no event orders them");
+        return;
+    }
+}
+
 int kvd_launch(struct stream *s, struct task *t) {
     if (s->capture) return kvd_capture_task(s, t);
     t->fault = kvd_async_fault(t->symbol);
@@ -158,6 +206,9 @@ int kvd_launch(struct stream *s, struct task *t) {
         s->started = true;
         if (pthread_create(&s->thread, NULL, work, s)) abort();
     }
+    struct clash clash = {s, t};
+    if (t->workspace) kvd_each(H_STREAM, find_clash, &clash);
+    t->position = s->enqueued + 1;
     count(t, 1);
     if (s->tail) s->tail->next = t;
     else s->head = t;
@@ -193,6 +244,7 @@ void kvd_close_stream(struct stream *s, bool drop_work) {
     }
     if (s->context->default_stream == s) s->context->default_stream = NULL;
     else num_streams--;
+    free(s->past.of);
     kvd_destroy(s);
 }
 
