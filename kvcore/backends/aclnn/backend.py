@@ -39,9 +39,12 @@ class AclnnBackend:
         """Why it cannot run here, or this plan; None when it can."""
         from kvcore.backends.aclnn import library
 
-        reason = library.why_not()
-        if reason is not None or plan is None:
-            return reason
+        if not library.is_proven():
+            reason = library.why_not()
+            if reason is not None:
+                return reason
+        if plan is None:
+            return None
         from kvcore.backends.aclnn.launch import CALLS
 
         call = CALLS.get(plan.operator.name)

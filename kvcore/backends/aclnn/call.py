@@ -15,6 +15,7 @@ from typing import Any
 
 from kvcore._core.plan import Plan
 from kvcore._core.portability import Harm
+from kvcore.backends.aclnn import options
 from kvcore.backends.aclnn.arrays import Argument, contiguous_strides, is_dense_from
 from kvcore.backends.aclnn.memory import Room
 from kvcore.backends.aclnn.tensors import Handles
@@ -108,8 +109,9 @@ class Call:
             infos.append(one)
         spec = self.operator.spec_for(tuple(infos), self.params, self.soc)
         for text in spec.warnings:
-            if isinstance(text, Harm):
-                fail("backend", f"a call that the kernels of {self.soc.name} do right", text)
+            if isinstance(text, Harm) and options.quirks() == "refuse":
+                expected = f"a call that the kernels of {self.soc.name} do right"
+                fail("backend", expected + " (or options.use_options(quirks='pass'))", text)
 
     def is_empty(self) -> bool:
         """Whether there is nothing to do; CANN's documents exclude empty tensors."""

@@ -190,6 +190,7 @@ class Cann:
 
 _lock = threading.RLock()
 _cann: Cann | None = None
+_proven: Cann | None = None
 _key: tuple[str | None, ...] | None = None
 _reason: str | None = None
 _search: Search | None = None
@@ -268,8 +269,14 @@ def _looked(search: Search) -> str:
     return looked + (f"; {' and '.join(unset)} not set" if unset else "")
 
 
+def is_proven() -> bool:
+    """Whether why_not() has found nothing amiss in this process before."""
+    return _proven is not None and _proven is _cann and _proven.pid == os.getpid()
+
+
 def why_not() -> str | None:
     """Why CANN cannot be used here; None when it can."""
+    global _proven
     try:
         cann = current()
         if cann.device_count() == 0:
@@ -284,6 +291,7 @@ def why_not() -> str | None:
                 return f"{name} is not in this CANN"
     except KVCoreError as error:
         return str(error)
+    _proven = cann
     return None
 
 
@@ -294,6 +302,6 @@ def last_search() -> Search | None:
 
 def forget() -> None:
     """For tests: search again at the next use. Unloads nothing and finalises nothing."""
-    global _cann, _key, _reason, _search
+    global _cann, _key, _reason, _search, _proven
     with _lock:
-        _cann = _key = _reason = _search = None
+        _cann = _key = _reason = _search = _proven = None

@@ -100,6 +100,8 @@ class Pool:
         try:
             grown = allocate(self.cann, self.device_id, wanted)
         except DeviceOutOfMemoryError:
+            if wanted == nbytes:
+                raise
             grown = allocate(self.cann, self.device_id, nbytes)
         self._blocks[purpose] = grown
         if block is not None:
@@ -149,14 +151,26 @@ class Pool:
             self.cann.set_device(self.device_id)
             retired, self._retired = self._retired, []
             blocks, self._blocks = list(self._blocks.values()), {}
+            failed = None
             for event, old in [*retired, (0, blocks)]:
-                self._free(event, old)
+                try:
+                    self._free(event, old)
+                except KVCoreError as error:
+                    failed = failed or error
+            if failed is not None:
+                raise failed
 
     def _free(self, event: int, blocks: list[DeviceMemory]) -> None:
         if event:
             self.cann.status("aclrtDestroyEvent")(event)
+        failed = None
         for block in blocks:
-            block.free()
+            try:
+                block.free()
+            except KVCoreError as error:  # the others are to be freed all the same
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
 
 _pools: dict[tuple[int, int, int], Pool] = {}

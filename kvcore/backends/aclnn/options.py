@@ -4,10 +4,14 @@
 check:     "host" (default): slots, lengths and tables are checked when they are on the host.
            "device": those on the device are copied back and checked too; each call then waits
            for its stream.
+quirks:    "refuse" (default): a call that this machine's kernels are known to do wrong without an
+           error is refused. "pass": it is made all the same (the knowledge is from reading, and
+           kernels change).
 fallback:  None (default), or "cpu": where CANN is not usable, host arrays given to
            ``backend="aclnn"`` are worked on by this library's own kernels.
 
-Per task with ``use_options``, per process with KVCORE_ACLNN_CHECK and KVCORE_ACLNN_FALLBACK.
+Per task with ``use_options``, per process with KVCORE_ACLNN_CHECK, KVCORE_ACLNN_QUIRKS and
+KVCORE_ACLNN_FALLBACK.
 """
 
 from __future__ import annotations
@@ -19,42 +23,54 @@ from contextvars import ContextVar
 
 from kvcore.errors import fail
 
-__all__ = ["check", "fallback", "use_options"]
+__all__ = ["check", "fallback", "quirks", "use_options"]
 
-CHECKS = ("host", "device")
-FALLBACKS = ("cpu",)
-_check: ContextVar[str | None] = ContextVar("kvcore_aclnn_check", default=None)
-_fallback: ContextVar[str | None] = ContextVar("kvcore_aclnn_fallback", default=None)
+KNOWN = {"check": ("host", "device"), "quirks": ("refuse", "pass"), "fallback": ("cpu",)}
+_set: ContextVar[dict[str, str] | None] = ContextVar("kvcore_aclnn_options", default=None)
 
 
-def _from(name: str, known: tuple[str, ...]) -> str | None:
-    text = os.environ.get(name, "").strip()
-    if text and text not in known:
-        fail(name, "one of " + ", ".join(map(repr, known)), repr(text))
-    return text or None
+def _of(option: str) -> str | None:
+    found = (_set.get() or {}).get(option)
+    if found is None:
+        name = f"KVCORE_ACLNN_{option.upper()}"
+        found = os.environ.get(name, "").strip() or None
+        if found is not None:
+            _require(option, found, name)
+    return found
+
+
+def _require(option: str, value: object, argument: str) -> None:
+    known = KNOWN[option]
+    if value not in known:
+        fail(argument, "one of " + ", ".join(map(repr, known)), repr(value))
 
 
 def check() -> str:
     """ "host" or "device"."""
-    return _check.get() or _from("KVCORE_ACLNN_CHECK", CHECKS) or "host"
+    return _of("check") or "host"
+
+
+def quirks() -> str:
+    """ "refuse" or "pass"."""
+    return _of("quirks") or "refuse"
 
 
 def fallback() -> str | None:
     """None or "cpu"."""
-    return _fallback.get() or _from("KVCORE_ACLNN_FALLBACK", FALLBACKS)
+    return _of("fallback")
 
 
 @contextmanager
-def use_options(*, check: str | None = None, fallback: str | None = None) -> Iterator[None]:
+def use_options(
+    *, check: str | None = None, quirks: str | None = None, fallback: str | None = None
+) -> Iterator[None]:
     """Set options for this task in the block; None leaves one as it is."""
-    if check is not None and check not in CHECKS:
-        fail("check", "'host' or 'device'", repr(check))
-    if fallback is not None and fallback not in FALLBACKS:
-        fail("fallback", "'cpu' or None", repr(fallback))
-    old_check = _check.set(check or _check.get())
-    old_fallback = _fallback.set(fallback or _fallback.get())
+    wanted = {"check": check, "quirks": quirks, "fallback": fallback}
+    given = {option: value for option, value in wanted.items() if value is not None}
+    for option, value in given.items():
+        _require(option, value, option)
+    token = _set.set((_set.get() or {}) | given)
     try:
         yield
     finally:
-        _check.reset(old_check)
-        _fallback.reset(old_fallback)
+        _set.reset(token)

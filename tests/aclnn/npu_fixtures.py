@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package's own CANN over the test double, fresh for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from double.direct import Double
+from npu import MACHINES
+
+from kvcore.backends.aclnn import launch, library
+
+__all__ = ["a3", "machine"]
+
+
+@pytest.fixture(params=list(MACHINES))
+def machine(request: pytest.FixtureRequest, double: Double) -> Iterator[str]:
+    """Each SoC in turn: its name in kvcore's table."""
+    yield from _running(double, request.param)
+
+
+@pytest.fixture
+def a3(double: Double) -> Iterator[Double]:
+    """An A3."""
+    for _ in _running(double, "A3"):
+        yield double
+
+
+def _running(double: Double, soc: str) -> Iterator[str]:
+    double.soc(MACHINES[soc])
+    library.forget()
+    yield soc
+    cann = library.current()
+    cann.set_device(0)
+    cann.aclrtSynchronizeDevice()
+    launch.release(None, 0)
+    library.forget()
+    assert double.live() == 0, double.live_text()
