@@ -182,6 +182,31 @@ def test_no_memory_in_phase_one(a3: Double) -> None:
     placed.free()
 
 
+def test_memory_in_use_is_freed_behind_its_stream_only(a3: Double) -> None:
+    small = calls.Placed(**arrays())
+    fill(small)
+    settle()
+    fill(small)
+    large = calls.Placed(
+        key=np.ones((3000, 3, 2, 16), np.float16)[:, 1],
+        key_cache=np.zeros((1500, 4, 2, 16), np.float16),
+        slot_mapping=np.arange(3000, dtype=np.int32),
+    )
+    a3.runtime.kvdouble_hold(True)
+    fill(small)
+    fill(large)
+    fill(large)
+    pool = launch.memory.pool_of(library.current(), 0, 0)
+    pool.collect()
+    assert len(pool._retired) == 1
+    a3.runtime.kvdouble_hold(False)
+    library.current().aclrtSynchronizeDevice()
+    pool.collect()
+    assert pool._retired == []
+    for placed in (small, large):
+        placed.free()
+
+
 # ---------------------------------------------------------------- later failures
 
 

@@ -9,6 +9,7 @@ caller to free (a captured graph uses the same addresses at each replay).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable
@@ -130,20 +131,22 @@ class Pool:
         self._retired.append((event.value or 0, blocks))
 
     def collect(self) -> None:
-        """Free what was retired and is not used any more."""
-        waiting = []
-        for event, blocks in self._retired:
-            state = ctypes.c_int32(-1)
-            asked = self.cann.status("aclrtQueryEventStatus") if event else None
-            if (
-                asked is not None
-                and asked(event, ctypes.byref(state)) == ACL_SUCCESS
-                and state.value == ACL_EVENT_RECORDED_STATUS_COMPLETE
-            ):
-                self._free(event, blocks)
-            else:
-                waiting.append((event, blocks))
-        self._retired = waiting
+        """Free what was retired and is not used any more. Raises nothing: what cannot be freed is
+        no fault of the call that happens to be at hand."""
+        for entry in list(self._retired):
+            event, blocks = entry
+            if self._has_passed(event):
+                self._retired.remove(entry)
+                with contextlib.suppress(KVCoreError):
+                    self._free(event, blocks)
+
+    def _has_passed(self, event: int) -> bool:
+        state = ctypes.c_int32(-1)
+        return (
+            event != 0
+            and self.cann.status("aclrtQueryEventStatus")(event, ctypes.byref(state)) == ACL_SUCCESS
+            and state.value == ACL_EVENT_RECORDED_STATUS_COMPLETE
+        )
 
     def release(self) -> None:
         """Free everything; the stream must have been synchronised."""
