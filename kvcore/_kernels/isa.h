@@ -5,6 +5,9 @@
  * stream: like memcpy, but writes whole 64-byte lines past the cache.  A store that does not first
  *         read the line it overwrites moves two bytes of memory traffic per byte instead of three.
  * row:    stream for a row that lies alone: nothing behind it is asked for.
+ * copy:   ordinary stores, for rows that stay in the cache.
+ * join:   n tokens whose rows lie one behind the other, which need not begin on a line: the lines that
+ *         two of them share are put together and streamed whole. bytes of a row: 64 at the least.
  * run:    n tokens whose rows lie side by side in each FRACTAL_NZ column of 32-byte cells; column by
  *         column, in whole lines past the cache.  Arrays of numpy begin 16 bytes after a line, so a
  *         line is put together from 16-byte halves of cells.
@@ -24,17 +27,30 @@ typedef struct {
     const char *name;
     void (*stream)(char *dst, const char *src, int64_t n);
     void (*row)(char *dst, const char *src, int64_t n);
+    void (*copy)(char *dst, const char *src, int64_t n);
+    void (*join)(char *dst, const char *const *toks, int64_t at, int64_t n, int64_t bytes);
     void (*run)(char *page, int64_t column_step, const char *const *toks, int64_t at, int64_t n,
                 int64_t n_columns); /* a token's first cell lies at toks[t] + at */
     void (*fence)(void);
 } kv_isa;
 
-/* Ask for the line to be written soon: its latency is most of what a scattered store costs. */
+/* Ask for the line to be written soon: its latency is most of what a scattered store costs.
+ * (PREFETCHW is in every 64-bit x86, as a no-op at the least; the compiler takes it for newer ones.) */
+#if defined(__x86_64__)
+#define kv_will_write(p) __asm__ volatile("prefetchw %0" ::"m"(*(const char *)(p)))
+#else
 #define kv_will_write(p) __builtin_prefetch((p), 1, 3)
+#endif
 #define kv_will_read(p) __builtin_prefetch((p), 0, 3)
 
 static void kv_plain_stream(char *dst, const char *src, int64_t n) { memcpy(dst, src, (size_t)n); }
 static void kv_plain_fence(void) {}
+
+static void kv_plain_join(char *dst, const char *const *toks, int64_t at, int64_t n, int64_t bytes)
+{
+    for (int64_t t = 0; t < n; t++)
+        memcpy(dst + t * bytes, toks[t] + at, (size_t)bytes);
+}
 
 static void kv_plain_run(char *page, int64_t column_step, const char *const *toks, int64_t at,
                          int64_t n, int64_t n_columns)
@@ -98,14 +114,59 @@ static inline int64_t kv_head(const char *dst, int64_t n)
     return n - head < KV_LINE ? n : head;
 }
 
+/* join by a stream of its own set: shared lines are put together on the stack. */
+#define KV_JOIN(name, stream)                                                                      \
+    static void name(char *dst, const char *const *toks, int64_t at, int64_t n, int64_t bytes)     \
+    {                                                                                              \
+        _Alignas(KV_LINE) char line[KV_LINE];                                                      \
+        int64_t kept = 0; /* bytes of the token before that wait in the line */                    \
+        for (int64_t t = 0; t < n; t++, dst += bytes) {                                            \
+            const char *src = toks[t] + at;                                                        \
+            int64_t head = (int64_t)(-(uintptr_t)dst & (KV_LINE - 1));                             \
+            int64_t body = (bytes - head) & ~(int64_t)(KV_LINE - 1);                               \
+            int64_t rest = bytes - head - body;                                                    \
+            if (kept) {                                                                            \
+                memcpy(line + kept, src, (size_t)head);                                            \
+                stream(dst - kept, line, KV_LINE);                                                 \
+            } else if (head) {                                                                     \
+                memcpy(dst, src, (size_t)head);                                                    \
+            }                                                                                      \
+            stream(dst + head, src + head, body);                                                  \
+            kept = t + 1 < n ? rest : 0;                                                           \
+            if (rest)                                                                              \
+                memcpy(t + 1 < n ? line : dst + head + body, src + head + body, (size_t)rest);     \
+        }                                                                                          \
+    }
+
 #if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
 #define KV_X86 1
 #include <immintrin.h>
+
+/* How far ahead of a streaming copy its source is asked for, into the second-level cache: the
+ * processor's own prefetcher stops at a page. */
+#define KV_SOURCE_AHEAD 4096
 
 static void kv_sse_fence(void) { _mm_sfence(); }
 
 __attribute__((target("avx2")))
 static void kv_avx2_stream(char *dst, const char *src, int64_t n)
+{
+    int64_t i = kv_head(dst, n);
+    if (i)
+        memcpy(dst, src, (size_t)i);
+    for (; i + KV_LINE <= n; i += KV_LINE) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)(src + i));
+        __m256i b = _mm256_loadu_si256((const __m256i *)(src + i + 32));
+        _mm_prefetch(src + i + KV_SOURCE_AHEAD, _MM_HINT_T1);
+        _mm256_stream_si256((__m256i *)(dst + i), a);
+        _mm256_stream_si256((__m256i *)(dst + i + 32), b);
+    }
+    if (i < n)
+        memcpy(dst + i, src + i, (size_t)(n - i));
+}
+
+__attribute__((target("avx2")))
+static void kv_avx2_row(char *dst, const char *src, int64_t n)
 {
     int64_t i = kv_head(dst, n);
     if (i)
@@ -119,6 +180,8 @@ static void kv_avx2_stream(char *dst, const char *src, int64_t n)
     if (i < n)
         memcpy(dst + i, src + i, (size_t)(n - i));
 }
+
+KV_JOIN(kv_avx2_join, kv_avx2_row)
 
 /* Halves 0 .. 2n-1 of a column: half u is the (u & 1)th of token u / 2. */
 #define KV_LOAD_HALF(toks, at, u) \
@@ -161,31 +224,86 @@ static void kv_avx2_run(char *page, int64_t column_step, const char *const *toks
     }
 }
 
-__attribute__((target("avx512f")))
-static void kv_avx512_stream(char *dst, const char *src, int64_t n)
+#define KV_AVX512 __attribute__((target("avx512f,avx512bw")))
+
+/* The first n bytes of a line, n from 0 to 63. */
+#define KV_FIRST(n) ((__mmask64)(((uint64_t)1 << (n)) - 1))
+
+KV_AVX512 static inline void kv_part(char *dst, const char *src, int64_t n)
 {
-    int64_t i = kv_head(dst, n);
-    if (i)
-        memcpy(dst, src, (size_t)i);
-    for (; i + KV_LINE <= n; i += KV_LINE) {
-        /* The hardware prefetcher stops at a page; a few lines ahead bridges it. */
-        _mm_prefetch(src + i + 2048, _MM_HINT_T0);
-        _mm512_stream_si512((__m512i *)(dst + i), _mm512_loadu_si512((const void *)(src + i)));
-    }
-    if (i < n)
-        memcpy(dst + i, src + i, (size_t)(n - i));
+    _mm512_mask_storeu_epi8(dst, KV_FIRST(n), _mm512_maskz_loadu_epi8(KV_FIRST(n), src));
 }
 
-__attribute__((target("avx512f")))
-static void kv_avx512_row(char *dst, const char *src, int64_t n)
+KV_AVX512 static inline int64_t kv_lines(char *dst, const char *src, int64_t i, int64_t n)
 {
-    int64_t i = kv_head(dst, n);
-    if (i)
-        memcpy(dst, src, (size_t)i);
     for (; i + KV_LINE <= n; i += KV_LINE)
         _mm512_stream_si512((__m512i *)(dst + i), _mm512_loadu_si512((const void *)(src + i)));
-    if (i < n)
-        memcpy(dst + i, src + i, (size_t)(n - i));
+    return i;
+}
+
+KV_AVX512 static void kv_avx512_stream(char *dst, const char *src, int64_t n)
+{
+    int64_t i = (int64_t)(-(uintptr_t)dst & (KV_LINE - 1));
+    if (n < i + KV_LINE) {
+        memcpy(dst, src, (size_t)n);
+        return;
+    }
+    kv_part(dst, src, i);
+    for (; i + KV_LINE <= n; i += KV_LINE) {
+        _mm_prefetch(src + i + KV_SOURCE_AHEAD, _MM_HINT_T1);
+        _mm512_stream_si512((__m512i *)(dst + i), _mm512_loadu_si512((const void *)(src + i)));
+    }
+    kv_part(dst + i, src + i, n - i);
+}
+
+KV_AVX512 static void kv_avx512_row(char *dst, const char *src, int64_t n)
+{
+    int64_t i = (int64_t)(-(uintptr_t)dst & (KV_LINE - 1));
+    if (n < i + KV_LINE) {
+        memcpy(dst, src, (size_t)n);
+        return;
+    }
+    kv_part(dst, src, i);
+    i = kv_lines(dst, src, i, n);
+    kv_part(dst + i, src + i, n - i);
+}
+
+KV_AVX512 static void kv_avx512_copy(char *dst, const char *src, int64_t n)
+{
+    int64_t i = (int64_t)(-(uintptr_t)dst & (KV_LINE - 1));
+    if (n < i + KV_LINE) {
+        memcpy(dst, src, (size_t)n);
+        return;
+    }
+    kv_part(dst, src, i);
+    for (; i + KV_LINE <= n; i += KV_LINE)
+        _mm512_store_si512((void *)(dst + i), _mm512_loadu_si512((const void *)(src + i)));
+    kv_part(dst + i, src + i, n - i);
+}
+
+KV_AVX512 static void kv_avx512_join(char *dst, const char *const *toks, int64_t at, int64_t n,
+                                     int64_t bytes)
+{
+    const char *src = toks[0] + at;
+    int64_t head = (int64_t)(-(uintptr_t)dst & (KV_LINE - 1));
+    kv_part(dst, src, head);
+    for (int64_t t = 1;; t++, dst += bytes) {
+        int64_t end = kv_lines(dst, src, head, bytes), rest = bytes - end;
+        if (t == n) {
+            kv_part(dst + end, src + end, rest);
+            return;
+        }
+        head = 0;
+        if (rest) {
+            /* The end of this token and the beginning of the next; the load begins before it, but
+               what is masked out is not read. */
+            __m512i line = _mm512_maskz_loadu_epi8(KV_FIRST(rest), src + end);
+            line = _mm512_mask_loadu_epi8(line, ~KV_FIRST(rest), toks[t] + at - rest);
+            _mm512_stream_si512((__m512i *)(dst + end), line);
+            head = KV_LINE - rest;
+        }
+        src = toks[t] + at;
+    }
 }
 #endif
 
@@ -218,6 +336,8 @@ static void kv_neon_stream(char *dst, const char *src, int64_t n)
         memcpy(dst + i, src + i, (size_t)(n - i));
 }
 
+KV_JOIN(kv_neon_join, kv_neon_stream)
+
 static void kv_neon_run(char *page, int64_t column_step, const char *const *toks, int64_t at,
                         int64_t n, int64_t n_columns)
 {
@@ -234,13 +354,16 @@ static void kv_neon_run(char *page, int64_t column_step, const char *const *toks
 /* Best first; the portable set is always last. */
 static const kv_isa kv_isas[] = {
 #ifdef KV_X86
-    {"avx512", kv_avx512_stream, kv_avx512_row, kv_avx2_run, kv_sse_fence},
-    {"avx2", kv_avx2_stream, kv_avx2_stream, kv_avx2_run, kv_sse_fence},
+    {"avx512", kv_avx512_stream, kv_avx512_row, kv_avx512_copy, kv_avx512_join, kv_avx2_run,
+     kv_sse_fence},
+    {"avx2", kv_avx2_stream, kv_avx2_row, kv_plain_stream, kv_avx2_join, kv_avx2_run, kv_sse_fence},
 #endif
 #ifdef KV_ARM
-    {"neon", kv_neon_stream, kv_neon_stream, kv_neon_run, kv_neon_fence},
+    {"neon", kv_neon_stream, kv_neon_stream, kv_plain_stream, kv_neon_join, kv_neon_run,
+     kv_neon_fence},
 #endif
-    {"portable", kv_plain_stream, kv_plain_stream, kv_plain_run, kv_plain_fence},
+    {"portable", kv_plain_stream, kv_plain_stream, kv_plain_stream, kv_plain_join, kv_plain_run,
+     kv_plain_fence},
 };
 #define KV_N_ISAS ((int)(sizeof(kv_isas) / sizeof(kv_isas[0])))
 
@@ -248,7 +371,7 @@ static int kv_isa_runs(int i)
 {
 #ifdef KV_X86
     if (i == 0)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx2");
+        return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx2");
     if (i == 1)
         return __builtin_cpu_supports("avx2");
 #endif

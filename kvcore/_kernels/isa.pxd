@@ -6,6 +6,10 @@ cdef extern from "isa.h" nogil:
         const char* name
         void (*stream)(char* dst, const char* src, int64_t n) noexcept nogil
         void (*row)(char* dst, const char* src, int64_t n) noexcept nogil
+        void (*copy)(char* dst, const char* src, int64_t n) noexcept nogil
+        void (*join)(
+            char* dst, const char** toks, int64_t at, int64_t n, int64_t bytes
+        ) noexcept nogil
         void (*run)(
             char* page, int64_t column_step, const char** toks, int64_t at, int64_t n,
             int64_t n_columns

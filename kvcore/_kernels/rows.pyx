@@ -14,6 +14,7 @@ from kvcore._kernels.isa cimport (
     active,
     kv_isa,
     kv_order_by_slot,
+    kv_will_read,
     kv_will_write,
     streaming_threshold,
 )
@@ -24,6 +25,14 @@ from kvcore._kernels.tiles cimport copy_tiles
 # Shorter pieces have no whole lines worth streaming.
 cdef enum:
     STREAM_PIECE = 128
+
+# Shorter ones are left to the C library.
+cdef enum:
+    COPY_PIECE = 512
+
+# Rows that are written together at the most, where rows lie one behind the other.
+cdef enum:
+    JOINED = 16
 
 # Tokens between asking for a line and writing to it.
 cdef enum:
@@ -44,6 +53,11 @@ cdef inline void move(
             isa.stream(tok, page, n)
         else:
             isa.stream(page, tok, n)
+    elif n >= COPY_PIECE:
+        if gather:
+            active().copy(tok, page, n)
+        else:
+            active().copy(page, tok, n)
     elif gather:
         kv_copy(tok, page, n)
     else:
@@ -134,6 +148,74 @@ cdef void copy_whole(
         i = j
 
 
+ctypedef struct joined_t:
+    int64_t n
+    char* page
+    const char* toks[JOINED]
+
+
+cdef inline bint joins(const kv_lane* lane) noexcept nogil:
+    # NHSD: the pieces of neighbouring slots lie one behind the other, and share a line unless they
+    # begin and end on one.
+    return (
+        lane.levels == 1
+        and not lane.tiled
+        and lane.bytes >= STREAM_PIECE
+        and lane.row_stride == lane.bytes
+        and (<size_t>lane.page | lane.bytes) & 63 != 0
+    )
+
+
+cdef inline int64_t next_run(
+    const kv_lane* lane, const int64_t* slots, const int32_t* order, int64_t p, int64_t end,
+    joined_t* run
+) noexcept nogil:
+    # Fills run with tokens of consecutive slots of one block; where it ends in the order.
+    cdef int64_t i, slot, last = 0
+    run.n = 0
+    while p < end:
+        i = order[p] if order != NULL else p
+        slot = slots[i]
+        if slot < 0 or (order != NULL and p + 1 < end and slots[order[p + 1]] == slot):
+            p += 1  # skipped, or written over by a later token
+            continue
+        if run.n == 0:
+            run.page = kv_page(lane, slot)
+        elif slot != last + 1 or slot % lane.block_size == 0 or run.n == JOINED:
+            break
+        run.toks[run.n] = kv_tok(lane, i)
+        run.n += 1
+        last = slot
+        p += 1
+    return p
+
+
+cdef void copy_joined(
+    const kv_lane* lane, const int64_t* slots, const int32_t* order, int64_t begin, int64_t end,
+    const kv_isa* isa
+) noexcept nogil:
+    cdef joined_t run
+    cdef joined_t later
+    cdef int64_t h, t, at, line, n = lane.bytes
+    begin = next_run(lane, slots, order, begin, end, &run)
+    while run.n > 0:
+        begin = next_run(lane, slots, order, begin, end, &later)
+        for h in range(lane.n[0]):
+            at = h * lane.page_step[0]
+            if later.n > 0:
+                kv_will_write(later.page + at)
+                kv_will_write(later.page + at + later.n * n - 1)
+                if order != NULL:
+                    for t in range(later.n):
+                        for line in range(0, n, 64):
+                            kv_will_read(later.toks[t] + h * lane.tok_step[0] + line)
+            for t in range(run.n):
+                kv_inside(lane.tok_lo, lane.tok_hi, run.toks[t] + h * lane.tok_step[0], n, "token")
+            kv_inside(lane.page_lo, lane.page_hi, run.page + at, run.n * n, "cache")
+            isa.join(run.page + at, run.toks, h * lane.tok_step[0], run.n, n)
+        run = later
+
+
 cdef void copy_tokens(
     const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather,
     const kv_isa* isa
@@ -147,6 +229,8 @@ cdef void copy_tokens(
         copy_whole(lane, slots, begin, end, gather, isa)
     elif lane.tiled and not gather:
         copy_tiles(lane, slots, NULL, begin, end, isa)
+    elif isa != NULL and not gather and joins(lane):
+        copy_joined(lane, slots, NULL, begin, end, isa)
     else:
         asking = asks(lane, gather, isa)
         for i in range(begin, end):
@@ -171,6 +255,8 @@ cdef void copy_ordered(const rows_job* job, int64_t begin, int64_t end) noexcept
     for lane in range(job.n_lanes):
         if job.lanes[lane].tiled:
             copy_tiles(&job.lanes[lane], slots, order, begin, end, job.isa)
+        elif joins(&job.lanes[lane]):
+            copy_joined(&job.lanes[lane], slots, order, begin, end, job.isa)
         else:
             for i in range(begin, end):
                 copy_tokens(&job.lanes[lane], slots, order[i], order[i] + 1, False, job.isa)
@@ -208,14 +294,15 @@ cdef void repeats_chunk(void* context, int64_t chunk) noexcept nogil:
 
 
 cdef int32_t* order_for(rows_job* job) noexcept nogil:
-    # Only large FRACTAL_NZ writes gain: neighbouring rows share lines there. NULL also when there
-    # is no memory for it: the order is a matter of speed.
+    # Only large writes gain where neighbouring rows share lines: FRACTAL_NZ, NHSD. NULL also when
+    # there is no memory for it: the order is a matter of speed.
     cdef int32_t* order
     cdef int lane
-    cdef bint tiled = False
+    cdef bint shared = False
     for lane in range(job.n_lanes):
-        tiled |= job.lanes[lane].tiled
-    if not tiled or job.gather or job.isa == NULL or job.n_tokens > INT32_LIMIT:
+        if job.lanes[lane].tiled or joins(&job.lanes[lane]):
+            shared = True
+    if not shared or job.gather or job.isa == NULL or job.n_tokens > INT32_LIMIT:
         return NULL
     if strictly_increasing(job.slots, job.n_tokens):
         return NULL

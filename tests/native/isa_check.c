@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Runs every instruction set this CPU has against plain byte loops: streams of all short lengths and
- * alignments, runs and scattered cells of FRACTAL_NZ, and the order by slot.  Prints the sets that
+ * alignments, joined rows, runs and scattered cells of FRACTAL_NZ, and the order by slot.  Prints the sets that
  * were checked; the first wrong byte ends it.
  */
 #include <stdio.h>
@@ -21,19 +21,48 @@ static void fail(const char *what, const char *set, long a, long b)
 static void check_stream(const kv_isa *isa)
 {
     enum { SIZE = 1024 };
-    _Alignas(64) static char dst[SIZE], want[SIZE], src[SIZE];
+    _Alignas(64) static char dst[SIZE], want[SIZE], src[SIZE], kept[SIZE];
     for (int at = 0; at < 64; at += 1) {
         for (int n = 0; n <= 400; n += 1 + at % 3) {
             for (int i = 0; i < SIZE; i++) {
                 src[i] = (char)next();
-                dst[i] = want[i] = (char)next();
+                kept[i] = want[i] = (char)next();
             }
             for (int i = 0; i < n; i++)
                 want[at + i] = src[(at * 7) % 64 + i];
-            isa->stream(dst + at, src + (at * 7) % 64, n);
+            void (*const copies[])(char *, const char *, int64_t) = {isa->stream, isa->row, isa->copy};
+            for (int k = 0; k < 3; k++) {
+                memcpy(dst, kept, SIZE);
+                copies[k](dst + at, src + (at * 7) % 64, n);
+                isa->fence();
+                if (memcmp(dst, want, SIZE))
+                    fail(k == 0 ? "stream" : k == 1 ? "row" : "copy", isa->name, at, n);
+            }
+        }
+    }
+}
+
+static void check_join(const kv_isa *isa)
+{
+    enum { TOKENS = 5, MOST = 400 };
+    static char src[TOKENS * MOST + 64];
+    _Alignas(64) static char dst[TOKENS * MOST + 128], want[TOKENS * MOST + 128];
+    for (int at = 0; at < 64; at += at < 4 ? 1 : 5) {
+        for (int bytes = 64; bytes <= MOST; bytes += 1 + bytes % 7) {
+            int n = 1 + (at + bytes) % TOKENS;
+            const char *toks[TOKENS];
+            for (unsigned i = 0; i < sizeof src; i++)
+                src[i] = (char)next();
+            for (unsigned i = 0; i < sizeof dst; i++)
+                dst[i] = want[i] = (char)next();
+            for (int t = 0; t < n; t++) {
+                toks[t] = src + (t * 3 % TOKENS) * MOST;
+                memcpy(want + at + t * bytes, toks[t] + 9, (size_t)bytes);
+            }
+            isa->join(dst + at, toks, 9, n, bytes);
             isa->fence();
-            if (memcmp(dst, want, SIZE))
-                fail("stream", isa->name, at, n);
+            if (memcmp(dst, want, sizeof dst))
+                fail("join", isa->name, at, bytes);
         }
     }
 }
@@ -97,6 +126,7 @@ int main(void)
         if (!kv_isa_runs(i))
             continue;
         check_stream(&kv_isas[i]);
+        check_join(&kv_isas[i]);
         check_run(&kv_isas[i]);
         printf("%s\n", kv_isas[i].name);
     }
