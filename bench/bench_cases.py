@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scatter and append, beside a copy of the same bytes, numpy and torch."""
+"""Every case of kvcore bench: the operators beside a copy of the same bytes, numpy and torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ import pytest
 
 from kvcore.benchmarks import CASES
 
-FUNCTIONS = ["kvcore", "copyto", "numpy", "torch index_copy_", "torch index_put_", "copyto threads"]
+FUNCTIONS = [
+    "kvcore",
+    "copyto",
+    "numpy",
+    "torch index_copy_",
+    "torch index_put_",
+    "torch index_select",
+    "copyto threads",
+    "kvcore one thread",
+]
 
 
 @pytest.fixture(scope="module", params=list(CASES))
@@ -18,7 +27,7 @@ def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_scatter(benchmark: Any, case: tuple[str, dict[str, Any]], function: str) -> None:
+def test_case(benchmark: Any, case: tuple[str, dict[str, Any]], function: str) -> None:
     name, functions = case
     if function not in functions:
         pytest.skip(f"{name} has no {function}")

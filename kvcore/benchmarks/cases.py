@@ -14,10 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvcore
+from kvcore.benchmarks.arrays import (
+    Functions,
+    copies,
+    random_slots,
+    rows,
+    torch_if_installed,
+    warm,
+)
+from kvcore.benchmarks.compress_cases import compress
+from kvcore.benchmarks.gather_cases import gather, select
 
 __all__ = ["CASES", "Case"]
-
-Functions = dict[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -36,41 +44,6 @@ class Case:
     build: Callable[[], Functions]
 
 
-def _torch() -> Any:
-    """torch where it is loaded or can be; measured beside the rest only then."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    torch.set_num_threads(1)
-    return torch
-
-
-def _warm(array: NDArray[Any]) -> NDArray[Any]:
-    # Touch every page, so that no case pays for the kernel's zeroing.
-    array.view(np.uint8).reshape(-1)[:] = 1
-    return array
-
-
-def _rows(tokens: int, heads: int, size: int, seed: int) -> NDArray[np.uint16]:
-    generator = np.random.default_rng(seed)
-    return generator.integers(0, 1 << 16, (tokens, heads, size), dtype=np.uint16)
-
-
-def _random_slots(tokens: int, slots: int) -> NDArray[np.int64]:
-    return np.random.default_rng(7).permutation(slots)[:tokens].astype(np.int64)
-
-
-def _copies(*sources: NDArray[Any]) -> Callable[[], None]:
-    targets = [_warm(np.empty_like(source)) for source in sources]
-
-    def copyto() -> None:
-        for target, source in zip(targets, sources, strict=True):
-            np.copyto(target, source)
-
-    return copyto
-
-
 def _norm(
     tokens: int,
     heads: int,
@@ -80,12 +53,12 @@ def _norm(
     num_threads: int = 1,
     consecutive: bool = False,
 ) -> Functions:
-    key, value = (_rows(tokens, heads, size, seed) for seed, size in enumerate(sizes))
+    key, value = (rows(tokens, heads, size, seed) for seed, size in enumerate(sizes))
     caches = [
-        _warm(np.empty((num_slots // block_size, block_size, heads, size), np.uint16))
+        warm(np.empty((num_slots // block_size, block_size, heads, size), np.uint16))
         for size in sizes
     ]
-    slots = _random_slots(tokens, num_slots)
+    slots = random_slots(tokens, num_slots)
     if consecutive:
         slots = np.arange(tokens, dtype=np.int64) + block_size
     typed = [array.view(ml_dtypes.bfloat16) for array in (key, value, *caches)]
@@ -102,12 +75,15 @@ def _norm(
 
     functions: Functions = {
         "kvcore": run,
-        "copyto": _copies(key, value),
+        "copyto": copies(key, value),
         "numpy": numpy_fancy,
     }
     if num_threads > 1:
         functions["copyto threads"] = _threaded_copy(num_threads, key, value)
-    torch = _torch()
+        functions["kvcore one thread"] = lambda: kvcore.scatter_pa_kv_cache(
+            typed[0], typed[2], slots, typed[1], typed[3], num_threads=1
+        )
+    torch = torch_if_installed()
     if torch is not None:
         index = torch.from_numpy(slots)
         tensors = [torch.from_numpy(a.view(np.int16)) for a in (key, value, *flat)]
@@ -126,7 +102,7 @@ def _threaded_copy(num_threads: int, *sources: NDArray[Any]) -> Callable[[], Non
     pool = ThreadPoolExecutor(num_threads)
     parts = []
     for source in sources:
-        target = _warm(np.empty_like(source))
+        target = warm(np.empty_like(source))
         cuts = np.linspace(0, len(source), num_threads + 1).astype(int)
         parts.append([(target[a:b], source[a:b]) for a, b in itertools.pairwise(cuts)])
 
@@ -142,10 +118,10 @@ def _threaded_copy(num_threads: int, *sources: NDArray[Any]) -> Callable[[], Non
 
 def _paged_nz(consecutive: bool) -> Functions:
     tokens, heads, size, num_slots, block_size = 16384, 8, 128, 32768, 128
-    key, value = (_rows(tokens, heads, size, seed) for seed in (0, 1))
+    key, value = (rows(tokens, heads, size, seed) for seed in (0, 1))
     shape = (num_slots // block_size, heads * size // 16, block_size, 16)
-    caches = [_warm(np.empty(shape, np.uint16)) for _ in range(2)]
-    slots = _random_slots(tokens, num_slots)
+    caches = [warm(np.empty(shape, np.uint16)) for _ in range(2)]
+    slots = random_slots(tokens, num_slots)
     if consecutive:
         slots = np.arange(tokens, dtype=np.int64) + block_size
 
@@ -154,16 +130,16 @@ def _paged_nz(consecutive: bool) -> Functions:
             key, caches[0], slots, value, caches[1], cache_mode="PA_NZ", num_threads=1
         )
 
-    functions: Functions = {"kvcore": run, "copyto": _copies(key, value)}
-    torch = _torch()
+    functions: Functions = {"kvcore": run, "copyto": copies(key, value)}
+    torch = torch_if_installed()
     if torch is not None:
-        blocks, rows = torch.from_numpy(slots // block_size), torch.from_numpy(slots % block_size)
+        block, row = torch.from_numpy(slots // block_size), torch.from_numpy(slots % block_size)
         sources = [torch.from_numpy(a.view(np.int16)).view(tokens, -1, 16) for a in (key, value)]
         targets = [torch.from_numpy(c.view(np.int16)) for c in caches]
 
         def advanced() -> None:
             for target, source in zip(targets, sources, strict=True):
-                target[blocks, :, rows] = source
+                target[block, :, row] = source
 
         functions["torch index_put_"] = advanced
     return functions
@@ -171,11 +147,11 @@ def _paged_nz(consecutive: bool) -> Functions:
 
 def _nhsd() -> Functions:
     tokens, heads, size, num_slots, block_size = 16384, 8, 128, 32768, 128
-    key, value = (_rows(tokens, heads, size, seed) for seed in (0, 1))
+    key, value = (rows(tokens, heads, size, seed) for seed in (0, 1))
     shape = (num_slots // block_size, heads, block_size, size)
-    caches = [_warm(np.empty(shape, np.uint16)) for _ in range(2)]
-    slots = _random_slots(tokens, num_slots)
-    blocks, rows = slots // block_size, slots % block_size
+    caches = [warm(np.empty(shape, np.uint16)) for _ in range(2)]
+    slots = random_slots(tokens, num_slots)
+    block, row = slots // block_size, slots % block_size
 
     def run() -> None:
         kvcore.scatter_pa_kv_cache(
@@ -183,16 +159,16 @@ def _nhsd() -> Functions:
         )
 
     def numpy_fancy() -> None:
-        caches[0][blocks, :, rows] = key
-        caches[1][blocks, :, rows] = value
+        caches[0][block, :, row] = key
+        caches[1][block, :, row] = value
 
-    return {"kvcore": run, "copyto": _copies(key, value), "numpy": numpy_fancy}
+    return {"kvcore": run, "copyto": copies(key, value), "numpy": numpy_fancy}
 
 
 def _update() -> Functions:
     batch, length, hidden, max_seq = 32, 512, 4096, 1024
-    new_kv = _rows(batch * length, 1, hidden, 0).reshape(-1, hidden)
-    past = _warm(np.empty((2, batch, max_seq, hidden), np.uint16))
+    new_kv = rows(batch * length, 1, hidden, 0).reshape(-1, hidden)
+    past = warm(np.empty((2, batch, max_seq, hidden), np.uint16))
     offsets = np.full(batch, 700, np.int32)
     lengths = np.full(batch, length, np.int32)
 
@@ -203,7 +179,7 @@ def _update() -> Functions:
         for b in range(batch):
             past[1, b, 700 - length : 700] = new_kv[b * length : (b + 1) * length]
 
-    return {"kvcore": run, "copyto": _copies(new_kv), "numpy": numpy_slices}
+    return {"kvcore": run, "copyto": copies(new_kv), "numpy": numpy_slices}
 
 
 def _one_token(planned: bool) -> Functions:
@@ -220,8 +196,8 @@ def _row_bytes() -> Functions:
     # int8 latent rows of 656 bytes: 512 + 64 * 2 + 16 bytes of scales.
     tokens, num_slots, block_size, width = 16384, 65536, 128, 656
     key = np.random.default_rng(0).integers(-128, 128, (tokens, 1, width), dtype=np.int8)
-    cache = _warm(np.empty((num_slots // block_size, block_size, 1, width), np.int8))
-    slots = _random_slots(tokens, num_slots)
+    cache = warm(np.empty((num_slots // block_size, block_size, 1, width), np.int8))
+    slots = random_slots(tokens, num_slots)
     flat = cache.reshape(num_slots, 1, width)
 
     def run() -> None:
@@ -230,7 +206,7 @@ def _row_bytes() -> Functions:
     def numpy_fancy() -> None:
         flat[slots] = key
 
-    return {"kvcore": run, "copyto": _copies(key), "numpy": numpy_fancy}
+    return {"kvcore": run, "copyto": copies(key), "numpy": numpy_fancy}
 
 
 _K = 1024
@@ -286,6 +262,42 @@ _ALL = [
         "KVCacheOperation, 32 batches x 512 tokens x 4,096 hidden fp16",
         32 * 512 * 4096 * 2,
         _update,
+    ),
+    Case(
+        "alibi",
+        "Alibi compression, 16 x 1,024 tokens 8x128 bf16 K+V, the last 768 of each kept",
+        16 * 768 * 8 * 128 * 4,
+        lambda: compress("Alibi"),
+    ),
+    Case(
+        "rope",
+        "Rope compression, 16 x 1,024 tokens 8x128 bf16 K+V, means of 256",
+        _LLAMA,
+        lambda: compress("Rope"),
+    ),
+    Case(
+        "omni",
+        "Omni compression, the same without the 256",
+        16 * 768 * 8 * 128 * 4,
+        lambda: compress("Omni"),
+    ),
+    Case(
+        "gather-pa",
+        "GatherPaKvCache, 64 requests x 256 tokens 8x128 bf16 K+V",
+        _LLAMA,
+        gather,
+    ),
+    Case(
+        "select-60",
+        "GatherSelectionKvCache, 16 rows of top-k 2,048, K 512 + R 64 bf16, 60% held",
+        16 * 819 * 576 * 2,
+        lambda: select(0.6),
+    ),
+    Case(
+        "select-100",
+        "the same, all held: nothing is copied",
+        0,
+        lambda: select(1.0),
     ),
     Case(
         "norm-256",
