@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,7 @@ FLAGS = (
 )
 #: What cannot be told from a stub's return code alone.
 POINTERS = ("aclGetRecentErrMsg", "aclrtGetSocName", "aclrtCreateStreamConfigHandle")
+DEFINITION = re.compile(r"^[a-z][\w ]*[ *](acl\w+)\(", re.MULTILINE)
 
 
 def why_not() -> str | None:
@@ -131,6 +134,10 @@ class _Builder:
         if done.returncode:
             raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stderr}")
 
+    def objects_of(self, parts: tuple[str, ...], library: str) -> list[Path]:
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda part: self.compile(HERE / f"{part}.c", library), parts))
+
     def compile(self, source: Path, library: str) -> Path:
         out = self.objects / f"{source.stem}-{library}.o"
         if not out.exists():
@@ -150,8 +157,7 @@ class _Builder:
         if self.stub:
             self.link(out, [self._stub(out, parts)])
             return
-        objects = [self.compile(HERE / f"{part}.c", tag or "core") for part in parts]
-        self.link(out, objects, *needs)
+        self.link(out, self.objects_of(parts, tag or "core"), *needs)
 
     def make(
         self,
@@ -170,7 +176,7 @@ class _Builder:
                 f'const char *const kvd_built_soc = "{soc}";\n'
                 f"const int kvd_built_devices = {devices};\n"
             )
-            objects = [self.compile(HERE / f"{part}.c", "core") for part in RUNTIME]
+            objects = self.objects_of(RUNTIME, "core")
             built = self.home / "settings.o"
             self.run("cc", *self.flags, f"-I{HERE}", "-c", settings, "-o", built)
             self.link(core, [*objects, built])
@@ -192,14 +198,7 @@ class _Builder:
         """Every symbol of those parts, as devlib has it."""
         lines = []
         for part in parts:
-            listing = subprocess.run(
-                ["nm", "-g", "--defined-only", str(self.compile(HERE / f"{part}.c", "core"))],
-                capture_output=True, text=True, check=True,
-            )  # fmt: skip
-            for line in listing.stdout.splitlines():
-                symbol = line.split()[-1]
-                if line.split()[-2] != "T" or not symbol.startswith("acl"):
-                    continue
+            for symbol in DEFINITION.findall((HERE / f"{part}.c").read_text()):
                 pointer = symbol in POINTERS or symbol.startswith("aclCreate")
                 kind, value = ("void *", "0") if pointer else ("int ", "100039")
                 lines.append(f"{kind}{symbol}(void) {{ return {value}; }}")
