@@ -199,9 +199,10 @@ def table_rows(report: OffloadReport, source: str) -> list[tuple[str, str]]:
         ),
         (
             "bytes",
-            f"to the device {totals.h2d_bytes:,.0f}; to the host {totals.d2h_bytes:,.0f} in decode,"
-            f" {totals.prefill_bytes:,} in prefill; received {totals.received_bytes:,};"
-            f" from pools {totals.hit_bytes:,.0f}",
+            f"to the device {_gigabytes(totals.h2d_bytes)}; to the host"
+            f" {_gigabytes(totals.d2h_bytes)} in decode, {_gigabytes(totals.prefill_bytes)} in"
+            f" prefill; received {_gigabytes(totals.received_bytes)}; served from pools"
+            f" {_gigabytes(totals.hit_bytes)}",
         ),
         (
             "peak memory",
@@ -231,6 +232,10 @@ def table_rows(report: OffloadReport, source: str) -> list[tuple[str, str]]:
 def _share(part: float, whole: float, what: str) -> str:
     rate = f" ({part / whole:.1%})" if whole else ""
     return f"{part:,} of {whole:,} {what}{rate}"
+
+
+def _gigabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.3f} GB"
 
 
 def _percent(value: float | None) -> str:

@@ -16,13 +16,19 @@ ROOT = Path(__file__).parents[2]
 def test_the_python_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/replay.md").read_text(), re.S)
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs/replay.md").read_text(), re.S)
     (tmp_path / "trace.jsonl").write_text(
         '{"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [0, 1]}\n'
     )
     monkeypatch.chdir(tmp_path)
-    exec(compile(program, "replay.md", "exec"), {})
-    assert re.match(r"0\.0 [\d.]+ 0\n", capsys.readouterr().out)
+    for program in programs:
+        exec(compile(program, "replay.md", "exec"), {})
+    caches, offload = capsys.readouterr().out.splitlines()
+    assert re.match(r"0\.0 [\d.]+ 0$", caches)
+    hit_rate, step_us, real_share = map(float, offload.split())
+    assert 0 < hit_rate < 1
+    assert step_us > 500
+    assert 0 < real_share <= 1
 
 
 def test_the_page_names_no_option_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,4 +36,4 @@ def test_the_page_names_no_option_that_is_not_there(capsys: pytest.CaptureFixtur
     options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
     named = set(re.findall(r"--[a-z][a-z-]+", (ROOT / "docs/replay.md").read_text()))
     assert named <= options
-    assert {"--cache-mib", "--blocks", "--verify-samples", "--json"} <= named
+    assert {"--cache-mib", "--blocks", "--verify-samples", "--json", "--policy", "--sweep"} <= named
