@@ -157,9 +157,7 @@ class SelectionCache:
         if sorted(places) != list(range(self.batch)):
             fail("order", f"each place below {self.batch} once", places)
         with _host(self.table) as table, _host(self.status) as status:
-            status[...] = status[places]
-            rows = table.reshape(self.batch, self.steps, -1)
-            rows[...] = rows[places]
+            kvcore.permute_rows(np.array(places), table, status)
         self._requests = [self._requests[place] for place in places]
 
     def invalidate(self, request: Hashable, from_pos: int) -> int:
@@ -170,12 +168,9 @@ class SelectionCache:
         """
         place = self.place(request)
         check_integer("from_pos", from_pos, 0)
+        rows = place * self.steps + np.arange(self.steps)
         with _host(self.status) as status:
-            entries = status[place, ..., : self.topk]
-            stale = (entries.astype(np.int64) + 1) * self.block > from_pos
-            stale &= entries >= 0
-            entries[stale] = -1
-        return int(stale.sum())
+            return kvcore.invalidate(status, rows, from_pos, selection_topk_block_size=self.block)
 
     def selected(self, request: Hashable) -> list[dict[int, tuple[int, int]]]:
         """For each row of the request: by id, the buffers' (block, row) of its first token."""

@@ -36,7 +36,7 @@ class World:
         self.tables: dict[Hashable, NDArray[np.int32]] = {}
         self.plain: dict[Hashable, dict[int, list[NDArray[np.uint8]]]] = {}
         self.seen: list[tuple[int, Hashable, NDArray[np.int64], Any]] = []
-        self.compared = 0
+        self.compared = self.copies = 0
         self.engine = DecodeEngine(
             device, self.full,
             **{
@@ -114,17 +114,39 @@ class World:
         return True
 
     def grow(self, request: Hashable, tokens: int) -> None:
-        """Blocks for the next ``tokens``, as far as there are any."""
+        """Blocks of its own for the next ``tokens``, as far as there are any."""
         table, context = self.tables[request], self.engine.context(request)
         end = min(context + tokens, MAX_TOKENS)
         for column in range(context // BLOCK, -(-end // BLOCK)):
-            if table[column] < 0:
-                found = self.blocks.allocate()
-                if found is None:
-                    return
-                table[column] = found[0]
-            else:
-                assert self.blocks.prepare_write(int(table[column]), context % BLOCK)
+            shared = int(table[column])
+            if shared >= 0 and self.blocks.prepare_write(shared, max(0, context - column * BLOCK)):
+                continue
+            found = self.blocks.allocate()
+            if found is None:
+                if shared >= 0:
+                    # Not its own: it must not be written.
+                    self.blocks.release([shared])
+                    table[column] = -1
+                return
+            if shared >= 0:
+                self.copy_block(request, shared, found[0])
+                self.blocks.release([shared])
+            table[column] = found[0]
+
+    def copy_block(self, request: Hashable, source: int, target: int) -> None:
+        """On the host, where the rows must have come first."""
+        self.engine.flush_blocking(request)
+        for lanes in self.full.values():
+            for lane in lanes:
+                with lane[source].host("r") as old, lane[target].host("w") as new:
+                    new[...] = old
+        self.copies += 1
+
+    def share(self, request: Hashable) -> None:
+        """Let others find the whole blocks that the host has."""
+        table = self.tables[request]
+        for i, key in enumerate(self.keys(request, self.engine.on_host(request))):
+            self.blocks.register(int(table[i]), key, BLOCK)
 
     def release(self, request: Hashable, on_host: int, *, keep: bool = True) -> None:
         """Give the blocks back, those that are whole on the host findable."""
