@@ -130,9 +130,9 @@ class DecodeRequest:
 
     def roll_back(self, position: int) -> None:
         """Positions from ``position`` on are no more."""
-        self.context = self.end = min(self.context, position)
+        self.context = min(self.context, position)
+        self.forget_tail()
         self.window = min(self.window, self.context)
-        self.clean = min(self.clean, self.context)
         self.confirmed = min(self.confirmed, self.context)
         self.epoch += 1
 

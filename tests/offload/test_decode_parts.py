@@ -11,6 +11,7 @@ import pytest
 import kvcore
 from kvcore.errors import ParamInvalidError, StreamError
 from kvcore.offload import WRITE_POLICIES, DecodeEngine, DevicePool, LayerEvents, TurnoverIds
+from kvcore.offload.decode_request import DecodeRequest
 from kvcore.offload.decode_sample import MissModel
 from kvcore.offload.write_policy import make_write_policy
 
@@ -173,6 +174,25 @@ def test_write_policies() -> None:
     assert (through.rows_needed(3), back.rows_needed(3)) == (3, 6)
     with pytest.raises(ParamInvalidError, match=r"expected one of write_through, write_back"):
         make_write_policy("none")
+
+
+def test_copies_of_what_was_rolled_back_confirm_nothing() -> None:
+    request = DecodeRequest("a", np.arange(4), 10, 0, {})
+    request.wrote(3, rows=8)
+    request.clean, epoch = 13, request.epoch
+    request.accept(2)
+    request.confirm(13, epoch)
+    assert (request.context, request.clean, request.confirmed, request.window) == (12, 12, 12, 10)
+    request.roll_back(9)
+    assert (request.context, request.clean, request.confirmed, request.window) == (9, 9, 9, 9)
+    # Written again, and a wait of before the roll-back comes back only now.
+    request.wrote(3, rows=8)
+    request.accept(3)
+    request.clean = 12
+    request.confirm(12, epoch)
+    assert request.confirmed == 9
+    request.confirm(12, request.epoch)
+    assert request.confirmed == 12
 
 
 async def test_layer_events_by_any_id() -> None:
