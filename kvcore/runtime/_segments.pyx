@@ -155,12 +155,17 @@ cdef class SegmentMap:
         cdef int32_t a = 0
         cdef int32_t b, m
         cdef Chunk* chunk
-        # the chunk of the last look-up, when it still fits
-        if self.at < high:
-            chunk = self.chunks[self.at]
-            if chunk.segments[chunk.n - 1].end > start and chunk.segments[0].start <= start:
-                low = self.at
-                high = self.at + 1
+        cdef Py_ssize_t step = 1
+        # The chunk of the last look-up or one soon after it, since ranges ascend.
+        if self.at < high and self.chunks[self.at].segments[0].start <= start:
+            low = self.at
+            while low + step <= high:
+                chunk = self.chunks[low + step - 1]
+                if chunk.segments[chunk.n - 1].end > start:
+                    high = low + step
+                    break
+                low += step
+                step *= 2
         while low < high:
             mid = (low + high) // 2
             chunk = self.chunks[mid]

@@ -19,10 +19,6 @@ from libc.stdlib cimport free, malloc, realloc
 from kvcore.runtime._segments cimport NONE, Segment, SegmentMap
 from kvcore.runtime._vectors cimport Vector
 
-cdef struct Record:
-    int64_t count
-    int32_t lane
-
 HIT_WRITE = 1       # the earlier access was a write
 HIT_READ = 0
 
@@ -34,9 +30,6 @@ cdef class Shadow(SegmentMap):
     ``access`` compares and enters ranges; ``clear`` forgets a range, ``reset`` everything,
     ``sweep`` what is ordered before all that is still to come.
     """
-
-    cdef Record* records
-    cdef int64_t num_records, max_records
 
     def __dealloc__(self):
         free(self.records)
@@ -53,18 +46,18 @@ cdef class Shadow(SegmentMap):
         cdef void* fresh
         if self.num_records == self.max_records:
             wanted = max(1024, 2 * self.max_records)
-            fresh = realloc(self.records, wanted * sizeof(Record))
+            fresh = realloc(self.records, wanted * sizeof(Entry))
             if fresh == NULL:
                 raise MemoryError
-            self.records = <Record*>fresh
+            self.records = <Entry*>fresh
             self.max_records = wanted
         self.records[self.num_records].lane = lane
         self.records[self.num_records].count = count
         self.num_records += 1
         return self.num_records - 1
 
-    cdef inline bint _ordered(self, int64_t record, int32_t lane, int64_t host,
-                              Vector vector) noexcept:
+    cdef bint _ordered(self, int64_t record, int32_t lane, int64_t host,
+                       Vector vector) noexcept:
         cdef int32_t its = self.records[record].lane
         if its == lane:
             return True
@@ -74,8 +67,8 @@ cdef class Shadow(SegmentMap):
 
     # -- accesses
 
-    def access(self, const int64_t[:, :] ranges, bint write, int32_t lane, int64_t count,
-               int64_t host, Vector vector not None):
+    cpdef list access(self, const int64_t[:, :] ranges, bint write, int32_t lane, int64_t count,
+                      int64_t host, Vector vector):
         """Compare ranges with what is there and enter them, as a new record.
 
         lane, count: the launch.  host, vector: what it comes after.  The record's number is
@@ -155,6 +148,7 @@ cdef class Shadow(SegmentMap):
         cdef Py_ssize_t c = self.at
         cdef int32_t n
         cdef Segment* s
+        cdef bint moved = False
         while c < self.num_chunks:
             n = 0
             while i + n < self.chunks[c].n and self.chunks[c].segments[i + n].start < end:
@@ -164,6 +158,7 @@ cdef class Shadow(SegmentMap):
                 n += 1
             if n == 0:
                 break
+            moved = True
             if n == self.chunks[c].n:
                 self.remove(c, i, n)         # the chunk is gone: c is the next one
                 i = 0
@@ -173,7 +168,8 @@ cdef class Shadow(SegmentMap):
                 break
             c += 1
             i = 0
-        i = self.place(start)
+        if moved or self.at == self.num_chunks:
+            i = self.place(start)
         self.insert(self.at, i, start, end, record, NONE)
         return hits
 
@@ -216,7 +212,7 @@ cdef class Shadow(SegmentMap):
         self.num_records = 0
         self.at = 0
 
-    def sweep(self, int64_t host, Vector floor not None):
+    cpdef list sweep(self, int64_t host, Vector floor):
         """Forget accesses ordered before everything to come, and renumber the records.
 
         host, floor: the least vector that any later access can have.  Returns the old numbers

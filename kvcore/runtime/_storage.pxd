@@ -23,3 +23,6 @@ cdef class Storage:
 
 cdef class BufferCore:
     cdef readonly Storage storage
+
+
+cpdef int64_t total_bytes(const int64_t[:, :] ranges) except -1

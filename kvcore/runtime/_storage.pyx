@@ -72,7 +72,7 @@ cdef class BufferCore:
         self.storage = storage
 
 
-def total_bytes(const int64_t[:, :] ranges):
+cpdef int64_t total_bytes(const int64_t[:, :] ranges) except -1:
     """Bytes of ranges given as rows (start, end)."""
     cdef Py_ssize_t i
     cdef int64_t total = 0

@@ -31,7 +31,7 @@ cdef class Vector:
             raise IndexError("lane")
         return self.counts[lane] if lane < self.n else 0
 
-    def join(self, Vector other, Py_ssize_t lane, int64_t count):
+    cpdef Vector join(self, Vector other, Py_ssize_t lane, int64_t count):
         """The least vector that has reached both, and the count on the lane."""
         cdef Py_ssize_t n = max(self.n, max(other.n, lane + 1))
         cdef Vector out = Vector(n)
@@ -44,7 +44,7 @@ cdef class Vector:
             out.counts[lane] = count
         return out
 
-    def meet(self, Vector other):
+    cpdef Vector meet(self, Vector other):
         """The greatest vector that both have reached."""
         cdef Py_ssize_t n = min(self.n, other.n)
         cdef Vector out = Vector(n)
@@ -53,7 +53,7 @@ cdef class Vector:
             out.counts[i] = min(self.counts[i], other.counts[i])
         return out
 
-    def reached(self, Vector other, Py_ssize_t lane, int64_t count):
+    cpdef bint reached(self, Vector other, Py_ssize_t lane, int64_t count) except -1:
         """True when this has reached everything of the other, and the count on the lane."""
         cdef Py_ssize_t i
         if count > (self.counts[lane] if lane < self.n else 0):

@@ -36,17 +36,18 @@ import numpy.typing as npt
 
 from kvcore.errors import CaptureError, ParamInvalidError, StreamError
 from kvcore.runtime._admission import Admission
+from kvcore.runtime._clock import ModelClock
 from kvcore.runtime._executor import Executor
 from kvcore.runtime._marks import Failure, Mark
+from kvcore.runtime._observe import Observer, call_site
 from kvcore.runtime._storage import Ledger, Storage
-from kvcore.runtime.clock import ModelClock
+from kvcore.runtime.copies import ranges_of
 from kvcore.runtime.driver import driver_of
 from kvcore.runtime.event import Event, failed, unseen
 from kvcore.runtime.external import ExternalEvent, Promises, never_recorded
 from kvcore.runtime.graph import Capture, Graph, join_or_refuse
 from kvcore.runtime.host import Host
 from kvcore.runtime.memory import DEFAULT_ALIGNMENT, SPACES, Buffer, MemoryInfo, allocate, refuse
-from kvcore.runtime.observe import Observer, call_site
 from kvcore.runtime.profile import RESOURCES, DeviceProfile
 from kvcore.runtime.race import Race, RaceCheck
 from kvcore.runtime.settings import RaceMode, Settings, one_of
@@ -144,7 +145,7 @@ class Device:
         if asked.race_check != "off":
             self._race = RaceCheck(raising=asked.race_check == "raise", check_host=asked.check_host)
         if self._race or self._clock or self._trace:
-            self._executor.observer = Observer(self, self._race, self._clock, self._trace)
+            self._executor.observer = Observer(self._lock, self._race, self._clock, self._trace)
             self._executor.observe_start = asked.check_host
         self._host = Host(self._clock)
         self._workers = Workers(self._executor, asked.workers)
@@ -286,9 +287,9 @@ class Device:
             for write in (False, True):
                 if ("w" if write else "r") in mode:
                     if calling is None:
-                        race.host_access(buffer, array, write, f"buffer.{name}()", site)
+                        race.host_access(buffer, ranges_of(array), write, f"buffer.{name}()", site)
                     else:
-                        race.function_access(*calling, buffer, array, write, site)
+                        race.function_access(*calling, buffer, ranges_of(array), write, site)
 
     # -- captures
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import CaptureError, ParamInvalidError
 from kvcore.runtime._marks import KIND_WORK, Mark
+from kvcore.runtime._observe import call_site
 from kvcore.runtime._storage import BufferCore, Storage
 from kvcore.runtime.memory import PAGEABLE, space_of
-from kvcore.runtime.observe import call_site
 
 if TYPE_CHECKING:
     from kvcore.runtime._queue import Queue

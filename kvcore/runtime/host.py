@@ -13,9 +13,9 @@ from _thread import allocate_lock
 
 import anyio.lowlevel
 
+from kvcore.runtime._clock import ModelClock
 from kvcore.runtime._marks import Mark, Waiter
 from kvcore.runtime.bell import Bell, Waitable
-from kvcore.runtime.clock import ModelClock
 
 __all__ = ["Host", "block"]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from kvcore.runtime._clock import Node
     from kvcore.runtime._marks import Mark, Op
     from kvcore.runtime._queue import Queue
-    from kvcore.runtime.clock import Node
 
 __all__ = ["Span", "StreamUse", "Summary", "Trace"]
 
@@ -100,10 +100,9 @@ class Trace:
 
     def modelled(self, node: Node) -> None:
         """An operation on the model clock."""
-        end = node.start if node.end is None else node.end
         self.seen += 1
         self._spans.append(
-            Span(node.lane, node.name, node.start, end, int(node.bytes_moved), node.number)
+            Span(node.lane, node.name, node.start, node.end, node.bytes_moved, node.number)
         )
 
     def waited(self, queue: Queue, mark: Mark) -> None:

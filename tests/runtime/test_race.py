@@ -477,7 +477,7 @@ async def test_failed_and_skipped_work_touches_nothing(clock: str) -> None:
         b.fill(buffer, 2)
         with pytest.raises(kvcore.StreamError):
             await dev.synchronize()
-        assert not dev._race._in_flight
+        assert not dev._race.in_flight
 
 
 async def test_tasks_share_one_host(clock: str) -> None:
@@ -507,7 +507,7 @@ def test_the_shadow_is_bounded() -> None:
         a, b = dev.stream(), dev.stream()
         one, two = dev.empty((64, 64)), dev.empty((64, 64))
         race = dev._race
-        race._next_sweep = 512
+        race.next_sweep = 512
         for i in range(4000):
             a.fill(one[i % 64], 1)
             b.fill(two[i % 64], 1)
@@ -516,9 +516,9 @@ def test_the_shadow_is_bounded() -> None:
                 b.fill(two[0], 1)
                 b.record_event().synchronize_blocking()
                 a.fill(one[0], 1)
-        assert len(race._records) == race._shadow.num_live < 70_000
+        assert len(race.records) == race.shadow.num_live < 70_000
         dev.synchronize_blocking()
-        assert race._shadow.num_live == 0
+        assert race.shadow.num_live == 0
 
 
 def test_off_watches_nothing() -> None:

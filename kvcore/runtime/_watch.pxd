@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+cimport cython
+from libc.stdint cimport int64_t
+
+from kvcore.runtime._executor cimport Line
+from kvcore.runtime._marks cimport Op
+from kvcore.runtime._order cimport Note, Order
+from kvcore.runtime._shadow cimport Shadow
+from kvcore.runtime._vectors cimport Vector
+
+
+@cython.final
+cdef class Record:
+    cdef readonly str name
+    cdef readonly str stream
+    cdef readonly object site
+    cdef readonly double number
+
+
+cdef class Watch(Order):
+    cdef readonly Shadow shadow
+    cdef readonly list records
+    cdef readonly object gone
+    cdef readonly dict roots
+    cdef readonly dict kept
+    cdef public int64_t next_sweep
+
+    cdef int enter(self, object access, bint write, Note note, Record record) except -1
+    cdef int access(self, const int64_t[:, :] ranges, bint write, int lane, int64_t count,
+                    int64_t host, Vector vector, Record record, object argument) except -1
+    cdef int hold(self, object owner) except -1
+    cdef int clear_gone(self) except -1
+    cdef int sweep(self) except -1
+    cpdef ran(self, Line line, Op op)
