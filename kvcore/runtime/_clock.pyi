@@ -20,6 +20,8 @@ class Node:
     ended: bool
     shares: tuple[tuple[int, float], ...] | None
     bytes_moved: int
+    h2d_bytes: int
+    d2h_bytes: int
     def __new__(cls, number: int, lane: int, name: str | None, ready: float) -> Self: ...
     def __lt__(self, other: Node, /) -> bool: ...
     def add(self, waiter: Waiter) -> bool: ...
@@ -46,7 +48,6 @@ class ModelClock:
     free_launches: bool
     calls_under_way: int
     busy: list[float]
-    link_bytes: list[float]
     heap: list[Node]
     def __init__(self, profile: DeviceProfile, lock: Any, trace: Any) -> None: ...
     def charge(self, us: float) -> None: ...

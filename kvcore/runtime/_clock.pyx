@@ -32,6 +32,8 @@ from kvcore.runtime.profile import COMPUTE, D2H, H2D, HBM, RESOURCES
 cdef object heappush = heapq.heappush
 cdef object heappop = heapq.heappop
 cdef int _COMPUTE = COMPUTE
+cdef int _H2D = H2D
+cdef int _D2H = D2H
 #: The lane of nodes that stand for a record that others wait for before it is made.
 cdef int PROMISE = -1
 cdef dict SPACE_READ = {"device": HBM, "swapped": H2D}
@@ -46,6 +48,7 @@ cdef class Node:
     shares: (resource, us) once the cost is known, None before.
     fixed:  us that hold no resource.
     ended:  whether it was served.
+    h2d_bytes, d2h_bytes: what it carries over the links, for the trace.
     """
 
     cdef readonly int64_t number
@@ -57,7 +60,7 @@ cdef class Node:
     cdef readonly tuple shares
     cdef list children
     cdef list waiters
-    cdef readonly int64_t bytes_moved
+    cdef readonly int64_t bytes_moved, h2d_bytes, d2h_bytes
 
     def __cinit__(self, int64_t number, int lane, str name, double ready):
         self.number = number
@@ -133,14 +136,13 @@ cdef class ModelClock:
     """The time of one device's model; guarded by the device's lock.
 
     host: the host's time line.  busy: us each resource has served.
-    link_bytes: bytes asked of each resource.
     """
 
     cdef readonly object profile
     cdef readonly double host
     cdef public bint free_launches
     cdef readonly int calls_under_way
-    cdef readonly list busy, link_bytes
+    cdef readonly list busy
     cdef readonly list heap
     cdef object lock, trace
     cdef list service, free_at
@@ -159,7 +161,6 @@ cdef class ModelClock:
         self.host_us_a_byte = 1e-3 / profile.value("host_copy_bandwidth")
         self.free_at = [0.0] * len(RESOURCES)
         self.busy = [0.0] * len(RESOURCES)
-        self.link_bytes = [0.0] * len(RESOURCES)
         self.heap = []
         self.lanes = {}
 
@@ -190,6 +191,8 @@ cdef class ModelClock:
             if demands is not None:
                 node.fixed = <double>op.target.host_bytes * self.host_us_a_byte
                 node.bytes_moved = op.target.bytes_moved
+                node.h2d_bytes = getattr(op.target, "h2d_bytes", 0)
+                node.d2h_bytes = getattr(op.target, "d2h_bytes", 0)
                 node.shares = self.shares(demands)
         elif op.kind == TIMER:
             node.shares = ((_COMPUTE, op.us),)
@@ -274,7 +277,13 @@ cdef class ModelClock:
         if node.shares is None:
             touched = getattr(op.target, "touched", None)
             if touched is not None:
-                shares = self.shares(self.demands(op.target, touched()))
+                demands = self.demands(op.target, touched())
+                for resource, nbytes, _pieces in demands:
+                    if resource == _H2D:
+                        node.h2d_bytes = nbytes
+                    elif resource == _D2H:
+                        node.d2h_bytes = nbytes
+                shares = self.shares(demands)
             else:
                 shares = self.shares([(COMPUTE, 0, 0)])
             node.bytes_moved = getattr(op.target, "bytes_moved", 0)
@@ -315,7 +324,6 @@ cdef class ModelClock:
             nbytes = size
             pieces = count
             shares.append((resource, latency + pieces * piece + nbytes * byte))
-            self.link_bytes[resource] += nbytes
         return tuple(shares)
 
     # -- the model; the device's lock is held
@@ -341,13 +349,16 @@ cdef class ModelClock:
         cdef Node child
         cdef list children
         self.served_to = start
-        for resource, us in node.shares:
+        for resource, _us in node.shares:
             free_at = self.free_at[resource]
             if free_at > start:
                 start = free_at
         for resource, us in node.shares:
             share = us
             self.free_at[resource] = start + share
+            if self.trace is not None and (resource == _H2D or resource == _D2H):
+                self.trace.link(resource, start, start + share,
+                                node.h2d_bytes if resource == _H2D else node.d2h_bytes)
             self.busy[resource] += share
             if share > longest:
                 longest = share

@@ -7,7 +7,6 @@ first three calls come from the host with the device's lock held and give each o
 """
 
 cimport cython
-from cpython.object cimport PyObject
 
 from kvcore.runtime._marks cimport Mark, Op
 from kvcore.runtime._order cimport Note

@@ -3,7 +3,8 @@
 
 They follow the protocol of every plan (``run``, ``reads``, ``writes``, ``touched``,
 ``bytes_moved``, ``num_descriptors``).  Their cost is known when they are made: ``demands`` are
-rows (resource, bytes, pieces), and ``host_bytes`` are moved within host memory.
+rows (resource, bytes, pieces), ``host_bytes`` are moved within host memory, ``h2d_bytes`` and
+``d2h_bytes`` over the links.  A device without the model clock and a trace does not ask for these.
 """
 
 from __future__ import annotations
@@ -120,7 +121,9 @@ class Copy:
         "_loops",
         "_table",
         "bytes_moved",
+        "d2h_bytes",
         "demands",
+        "h2d_bytes",
         "host_bytes",
         "name",
         "num_descriptors",
@@ -139,8 +142,8 @@ class Copy:
         self.writes: tuple[Access, ...] = (Access("dst", dst, (d,)),)
         self.reads: tuple[Access, ...] = (Access("src", src, (s,)),)
         self.demands: list[Demand] = []
-        self.host_bytes = 0
-        if device._clock is not None:
+        self.host_bytes = self.h2d_bytes = self.d2h_bytes = 0
+        if device._costs:
             self._demand(device, space_of(dst), space_of(src), d.nbytes, self.num_descriptors)
 
     @classmethod
@@ -165,8 +168,8 @@ class Copy:
         self.writes = _accesses("dst", dsts, [d for d, _ in pairs])
         self.reads = _accesses("src", srcs, [s for _, s in pairs])
         self.demands = []
-        self.host_bytes = 0
-        if device._clock is not None:
+        self.host_bytes = self.h2d_bytes = self.d2h_bytes = 0
+        if device._costs:
             sums: dict[tuple[str, str], list[int]] = {}
             for dst, src, (d, _), count in zip(dsts, srcs, pairs, counts, strict=True):
                 entry = sums.setdefault((space_of(dst), space_of(src)), [0, 0])
@@ -178,16 +181,28 @@ class Copy:
 
     def _demand(self, device: Device, to: str, source: str, nbytes: int, count: int) -> None:
         if to == source == "device":
-            self.demands.append((HBM, 2 * nbytes, count))
+            self._ask(HBM, 2 * nbytes, count)
         elif to != "device" and source != "device":
             self.host_bytes += nbytes
         else:
             link = H2D if to == "device" else D2H
+            if link == H2D:
+                self.h2d_bytes += nbytes
+            else:
+                self.d2h_bytes += nbytes
             over: float = nbytes
-            if PAGEABLE in (to, source):
-                assert device.profile is not None
+            if PAGEABLE in (to, source) and device.profile is not None:
                 over = nbytes / device.profile.value("pageable_share")
-            self.demands += [(link, over, count), (HBM, nbytes, count)]
+            self._ask(link, over, count)
+            self._ask(HBM, nbytes, count)
+
+    def _ask(self, resource: int, nbytes: float, pieces: int) -> None:
+        """One row a resource: a batch asks each of them once, whatever it is made of."""
+        for i, (asked, before, count) in enumerate(self.demands):
+            if asked == resource:
+                self.demands[i] = (resource, before + nbytes, count + pieces)
+                return
+        self.demands.append((resource, nbytes, pieces))
 
     def run(self) -> None:
         """Move the bytes; dst may overlap src."""

@@ -138,7 +138,9 @@ class Device:
         self._clock: ModelClock | None = None
         self._race: RaceCheck | None = None
         if asked.max_events:
-            self._trace = Trace(asked.max_events, self._now, self._origin, clock == "model")
+            self._trace = Trace(
+                asked.max_events, self._now, self._origin, clock == "model", self._ledgers
+            )
         if asked.clock == "model":
             assert self.profile is not None
             self._clock = ModelClock(self.profile, self._lock, self._trace)
@@ -147,6 +149,7 @@ class Device:
         if self._race or self._clock or self._trace:
             self._executor.observer = Observer(self._lock, self._race, self._clock, self._trace)
             self._executor.observe_start = asked.check_host
+        self._costs = self._clock is not None or self._trace is not None
         self._host = Host(self._clock)
         self._workers = Workers(self._executor, asked.workers)
         _DEVICES.add(self)
@@ -274,8 +277,7 @@ class Device:
     def _memory_changed(self) -> None:
         if self._trace is not None:
             with self._lock:
-                for space in SPACES:
-                    self._trace.memory(space, self._ledgers[space].used)
+                self._trace.look_at_memory()
 
     def _host_access(self, buffer: Buffer, array: npt.NDArray[Any], mode: str, name: str) -> None:
         race = self._race

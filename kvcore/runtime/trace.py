@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvcore.runtime._storage import BufferCore, total_bytes
+from kvcore.runtime.profile import D2H, H2D, RESOURCES
 
 if TYPE_CHECKING:
     from kvcore.runtime._clock import Node
     from kvcore.runtime._marks import Mark, Op
     from kvcore.runtime._queue import Queue
+    from kvcore.runtime._storage import Ledger
 
 __all__ = ["Span", "StreamUse", "Summary", "Trace"]
 
@@ -63,7 +67,12 @@ class Trace:
     """The record of one device; made by ``Device(trace=True)`` or ``max_events=``."""
 
     def __init__(
-        self, max_events: int, now: Callable[[], float], origin: float, modelled: bool
+        self,
+        max_events: int,
+        now: Callable[[], float],
+        origin: float,
+        modelled: bool,
+        ledgers: Mapping[str, Ledger],
     ) -> None:
         self.max_events = max_events
         self.names: dict[int, str] = {}
@@ -71,8 +80,12 @@ class Trace:
         self._spans: deque[Span] = deque(maxlen=max_events)
         self._flows: deque[tuple[Mark, int, float]] = deque(maxlen=max_events)
         self._memory: deque[tuple[float, str, int]] = deque(maxlen=max_events)
+        self._links: deque[tuple[int, float, float, int]] = deque(maxlen=max_events)
         self._memory_seen = 0
+        self._links_seen = 0
         self._flows_seen = 0
+        self._ledgers = ledgers
+        self._used = dict.fromkeys(ledgers, 0)
         self._now = now
         self._origin = origin
         self._modelled = modelled
@@ -85,8 +98,8 @@ class Trace:
     @property
     def dropped_events(self) -> int:
         """Entries that fell out at the old end."""
-        kept = len(self._spans) + len(self._flows) + len(self._memory)
-        return self.seen + self._flows_seen + self._memory_seen - kept
+        kept = len(self._spans) + len(self._flows) + len(self._memory) + len(self._links)
+        return self.seen + self._flows_seen + self._memory_seen + self._links_seen - kept
 
     # -- what the device tells; its lock is held
 
@@ -97,28 +110,50 @@ class Trace:
         end = (op.ended - self._origin) * 1e6
         self.seen += 1
         self._spans.append(Span(queue.index, op.name, start, end, int(nbytes), op.number))
+        if op.is_work:
+            for link, over in zip((H2D, D2H), _over_links(op.target), strict=True):
+                if over:
+                    self.link(link, start, end, over)
+        self.look_at_memory()
 
     def modelled(self, node: Node) -> None:
         """An operation on the model clock."""
         self.seen += 1
+        self.look_at_memory()
         self._spans.append(
             Span(node.lane, node.name, node.start, node.end, node.bytes_moved, node.number)
         )
+
+    def link(self, resource: int, start: float, end: float, nbytes: int) -> None:
+        """Bytes went over a link in this time."""
+        self._links_seen += 1
+        self._links.append((resource, start, end, nbytes))
 
     def waited(self, queue: Queue, mark: Mark) -> None:
         """A stream waits for a mark of another: an arrow."""
         self._flows_seen += 1
         self._flows.append((mark, queue.index, self._now()))
 
-    def memory(self, space: str, used: int) -> None:
-        """Bytes of a space changed."""
-        self._memory_seen += 1
-        self._memory.append((self._now(), space, used))
+    def look_at_memory(self) -> None:
+        """Note what is used of each space, where that has changed.
+
+        Memory may go back with a last reference, when nothing can be called; so it is also
+        looked at whenever an operation is over.
+        """
+        for space, ledger in self._ledgers.items():
+            if ledger.used != self._used[space]:
+                self._used[space] = used = ledger.used
+                self._memory_seen += 1
+                self._memory.append((self._now(), space, used))
 
     # -- what the user asks
 
     def save(self, path: str | Path) -> None:
-        """Write Chrome trace JSON: a row a stream, arrows for events, counters."""
+        """Write Chrome trace JSON: a row a stream, arrows for events, counters.
+
+        Counters: bytes used of each memory space, and MB/s over each link and direction.
+        """
+        self.look_at_memory()
         with Path(path).open("w", encoding="utf-8") as file:
             json.dump({"displayTimeUnit": "ms", "traceEvents": list(self._events())}, file)
 
@@ -177,23 +212,30 @@ class Trace:
             yield {"ph": "f", "bp": "e", "tid": to, "ts": max(time, launched), **common}
 
     def _rates(self) -> Iterator[dict[str, Any]]:
-        """Bytes a microsecond (MB/s) of the copies under way: the use of links and memory."""
-        steps: list[tuple[float, float]] = []
-        for span in self._spans:
-            if span.bytes_moved and span.end > span.start:
-                rate = span.bytes_moved / (span.end - span.start)
-                steps += [(span.start, rate), (span.end, -rate)]
-        steps.sort()
-        rate = 0.0
-        for time, step in steps:
-            rate = max(0.0, rate + step)
-            yield {
-                "ph": "C",
-                "pid": 0,
-                "name": "bytes moved",
-                "ts": time,
-                "args": {"MB/s": rate},
-            }
+        """The use of each link: bytes a microsecond (MB/s), where it changes."""
+        for resource in (H2D, D2H):
+            steps: dict[float, list[float]] = {}
+            for link, start, end, nbytes in self._links:
+                if link == resource and end > start:
+                    rate = nbytes / (end - start)
+                    steps.setdefault(start, []).append(rate)
+                    steps.setdefault(end, []).append(-rate)
+            under_way: list[float] = []
+            for time in sorted(steps):
+                # Summed anew each time: what is left of rates that were added and taken away
+                # again would be a use of its own.
+                for rate in steps[time]:
+                    if rate > 0:
+                        under_way.append(rate)
+                    else:
+                        under_way.remove(-rate)
+                yield {
+                    "ph": "C",
+                    "pid": 0,
+                    "name": f"link {RESOURCES[resource]}",
+                    "ts": time,
+                    "args": {"MB/s": sum(under_way)},
+                }
 
     def summary(self) -> Summary:
         """Busy time and overlap, in all and per stream."""
@@ -234,3 +276,26 @@ class Trace:
             if n
         )
         return Summary(elapsed, all_busy, all_overlap, streams, self.dropped_events)
+
+
+def _over_links(plan: Any) -> tuple[int, int]:
+    """Bytes that the plan's last run carried to the device and from it."""
+    known = getattr(plan, "h2d_bytes", None)
+    if known is not None:
+        return known, plan.d2h_bytes
+    # Accesses may be dear to make: only for plans that have something in swapped memory.
+    owners = getattr(plan, "arrays", None)
+    if not isinstance(owners, tuple):
+        accesses = (*getattr(plan, "reads", ()), *getattr(plan, "writes", ()))
+        owners = tuple(access.owner for access in accesses)
+    if not any(_swapped(owner) for owner in owners) or not hasattr(plan, "touched"):
+        return 0, 0
+    reads, writes = plan.touched()
+    return tuple(
+        sum(total_bytes(access.ranges) for access in accesses if _swapped(access.owner))
+        for accesses in (reads, writes)
+    )  # type: ignore[return-value]
+
+
+def _swapped(owner: object) -> bool:
+    return isinstance(owner, BufferCore) and owner.storage.space == "swapped"

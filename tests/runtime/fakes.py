@@ -139,5 +139,5 @@ class Hold:
 
 def device(clock: str = "wall", **options: Any) -> kvcore.Device:
     """A device on that clock; the wall one without a profile, so that plans may use any array."""
-    profile = "A3" if clock == "model" else options.pop("profile", None)
+    profile = options.pop("profile", "A3" if clock == "model" else None)
     return kvcore.Device(profile, clock=clock, **options)

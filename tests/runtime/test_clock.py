@@ -280,3 +280,19 @@ def test_the_wall_clock_goes_on() -> None:
         dev.synchronize_blocking()
         assert dev.now >= before + 1000
         assert dev.busy == {}
+
+
+async def test_a_batch_asks_each_resource_once() -> None:
+    """Pinned and pageable sources in one batch: one latency, and all bytes, on one link."""
+    async with kvcore.Device("A3", clock="model") as dev:
+        assert dev.profile is not None
+        stream = dev.stream()
+        n = 100_000
+        there = dev.empty((2, n), "uint8")
+        stream.copy_batch([there[0], there[1]], [dev.empty_host(n, "uint8"), np.zeros(n, np.uint8)])
+        await stream.synchronize()
+        nbytes = n + n / dev.profile.value("pageable_share")
+        share = dev.profile.value("h2d_latency") + 2 * dev.profile.value("h2d_descriptor")
+        share += nbytes / dev.profile.value("h2d_bandwidth") * 1e-3
+        assert dev.busy["h2d"] == pytest.approx(share)
+        assert dev.now == pytest.approx(dev.profile.value("launch_cost") + share)
