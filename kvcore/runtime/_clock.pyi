@@ -5,6 +5,10 @@ from typing_extensions import disjoint_base
 
 from kvcore.runtime._marks import Mark, Op, Waiter
 from kvcore.runtime._queue import Queue
+from kvcore.runtime.profile import COMPUTE as COMPUTE
+from kvcore.runtime.profile import D2H as D2H
+from kvcore.runtime.profile import H2D as H2D
+from kvcore.runtime.profile import HBM as HBM
 from kvcore.runtime.profile import DeviceProfile
 
 @final
@@ -24,6 +28,7 @@ class Node:
     d2h_bytes: int
     def __new__(cls, number: int, lane: int, name: str | None, ready: float) -> Self: ...
     def __lt__(self, other: Node, /) -> bool: ...
+    def __gt__(self, other: Node, /) -> bool: ...
     def add(self, waiter: Waiter) -> bool: ...
     def discard(self, waiter: Waiter) -> None: ...
 

@@ -27,7 +27,7 @@ from kvcore.runtime._storage cimport BufferCore, total_bytes
 
 import heapq
 
-from kvcore.runtime.profile import COMPUTE, D2H, H2D, HBM, RESOURCES
+from kvcore.runtime.profile import COMPUTE, D2H, H2D, HBM
 
 cdef object heappush = heapq.heappush
 cdef object heappop = heapq.heappop
@@ -159,8 +159,8 @@ cdef class ModelClock:
         self.query_cost = profile.value("query_cost")
         self.call_time = profile.value("call_time")
         self.host_us_a_byte = 1e-3 / profile.value("host_copy_bandwidth")
-        self.free_at = [0.0] * len(RESOURCES)
-        self.busy = [0.0] * len(RESOURCES)
+        self.free_at = [0.0] * len(self.service)
+        self.busy = [0.0] * len(self.service)
         self.heap = []
         self.lanes = {}
 
