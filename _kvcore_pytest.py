@@ -22,13 +22,18 @@ SOCS = ("A2", "A3", "950")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--kvcore-soc and --kvcore-races."""
+    """--kvcore-soc, --kvcore-all and --kvcore-races."""
     group = parser.getgroup("kvcore")
     group.addoption(
         "--kvcore-soc",
         metavar="NAMES",
         help="repeat tests marked kvcore under each of these SoCs' documented limits, "
         f"as in --kvcore-soc={','.join(SOCS)}",
+    )
+    group.addoption(
+        "--kvcore-all",
+        action="store_true",
+        help="take every test as marked kvcore",
     )
     group.addoption(
         "--kvcore-races",
@@ -65,9 +70,16 @@ def _known(names: list[Any], where: str) -> list[str]:
     return names
 
 
+def _mark(item: pytest.Item) -> pytest.Mark | None:
+    mark = item.get_closest_marker("kvcore")
+    if mark is None and item.config.getoption("--kvcore-all"):
+        return pytest.mark.kvcore.mark
+    return mark
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Repeat marked tests."""
-    mark = metafunc.definition.get_closest_marker("kvcore")
+    mark = _mark(metafunc.definition)
     if mark is None:
         return
     own = _known(list(mark.args), f"{metafunc.definition.nodeid}: pytest.mark.kvcore")
@@ -89,7 +101,7 @@ def kvcore_soc(request: pytest.FixtureRequest) -> str | None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     """Hold a marked test, fixtures included, to its SoC, and its devices to the race check."""
-    if item.get_closest_marker("kvcore") is None:
+    if _mark(item) is None:
         return (yield)
     with contextlib.ExitStack() as stack:
         call = getattr(item, "callspec", None)

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -106,6 +108,23 @@ def test_a_mark_may_name_its_socs(pytester: pytest.Pytester) -> None:
     assert outcomes(result) == {"passed": 1, "skipped": 1}
     result = pytester.runpytest_inprocess("--kvcore-soc=A2")
     assert outcomes(result) == {"passed": 2}
+
+
+def test_all_tests_may_be_taken_as_marked(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        def test_plain(kvcore_soc):
+            assert kvcore_soc in ("A2", "A3")
+
+        @pytest.mark.kvcore("A3")
+        def test_of_one(kvcore_soc):
+            assert kvcore_soc == "A3"
+        """
+    )
+    result = pytester.runpytest_inprocess("--kvcore-soc=A2,A3", "--kvcore-all")
+    assert outcomes(result) == {"passed": 3}
 
 
 def test_threads_and_tasks_have_the_soc(pytester: pytest.Pytester) -> None:
@@ -272,3 +291,27 @@ def test_a_namespace_without_torch(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess("-rs")
     assert outcomes(result) == {"skipped": 1}
     result.stdout.fnmatch_lines(["*torch is not installed*"])
+
+
+CLIENT = """
+import torch
+import torch_npu
+
+def test_step():
+    key, cache = torch.ones(1, 1, 16, dtype=torch.float32), torch.zeros(2, 4, 1, 16)
+    torch_npu._npu_reshape_and_cache(key, key, cache, cache.clone(), torch.tensor([3]))
+    assert cache[0, 3].sum() == 16
+"""
+
+
+def test_the_recipe_of_the_readme(pytester: pytest.Pytester) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"^```python\n(# conftest.py\n.*?)^```$", readme, re.M | re.S)
+    (command,) = re.findall(r"^pytest (--kvcore.*)$", readme, re.M)
+    pytester.makeconftest(recipe)
+    pytester.makepyfile(CLIENT)
+    assert outcomes(pytester.runpytest_subprocess()) == {"passed": 1}
+    result = pytester.runpytest_subprocess(*command.split("#")[0].split())
+    assert outcomes(result) == {"passed": 1, "failed": 2}  # only the 950 moves float32
+    result.stdout.fnmatch_lines(["*ParamInvalidError: key: expected * on A2*"])
