@@ -7,6 +7,7 @@ different length, so that the interpreter's start falls out of the difference.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -31,7 +32,8 @@ CALLS = {
     "kv_cache_update, 4 tokens": "kvcore.kv_cache_update(new, 0, past, offset, length)",
     "numpy, two assignments": "flat[0][slots] = raw[0]; flat[1][slots] = raw[1]",
 }
-FEW, MANY = 100, 1100
+# So many that what a start costs more or less (some million instructions) does not show.
+FEW, MANY = 1000, 21000
 
 
 def count(call: str, times: int) -> int:
@@ -39,7 +41,11 @@ def count(call: str, times: int) -> int:
     code = f"{SETUP}\nfor _ in range({times}):\n    {call}\n"
     command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"]
     done = subprocess.run(
-        [*command, sys.executable, "-c", code], capture_output=True, text=True, check=False
+        [*command, sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
     )
     found = re.search(r"Collected : (\d+)", done.stderr)
     if done.returncode or not found:
