@@ -139,7 +139,16 @@ class Cann:
 
     def set_device(self, device_id: int) -> None:
         """Give this OS thread the device; every call needs it, and it costs little."""
+        self.refuse_a_fork()
         self.aclrtSetDevice(device_id)
+
+    def refuse_a_fork(self) -> None:
+        """Raise in a child of the process that CANN was started in."""
+        if self.pid != os.getpid():
+            raise BackendUnavailableError(
+                "CANN does not survive a fork: use the NPU in the process that started it, or "
+                "start others with 'spawn'"
+            )
 
     def device_count(self) -> int:
         """Devices this process may use."""
@@ -204,11 +213,7 @@ def current() -> Cann:
     """The process's CANN, initialised; BackendUnavailableError says why there is none."""
     cann = _cann
     if cann is not None:
-        if cann.pid != os.getpid():
-            raise BackendUnavailableError(
-                "CANN does not survive a fork: use the NPU in the process that started it, or "
-                "start others with 'spawn'"
-            )
+        cann.refuse_a_fork()
         return cann
     return _load()
 

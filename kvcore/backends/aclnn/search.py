@@ -95,7 +95,7 @@ class Search:
     def runtime(self) -> Found | None:
         """The ACL runtime, or None."""
         names = RUNTIME_NAMES
-        if "torch_npu" in sys.modules:
+        if "torch_npu" in sys.modules and not self.given:
             # Use the very library that it has loaded.
             names = RUNTIME_NAMES[::-1]
             for name in names:

@@ -142,10 +142,9 @@ def _nz(random: np.random.Generator) -> Case:
 
 
 def _nct(random: np.random.Generator) -> Case:
-    buffer = _values(random, (9 * 512,), np.float16)
     arrays: Arrays = {
-        "key": buffer,
-        "value": buffer.copy(),
+        "key": _values(random, (9 * 512,), np.float16),
+        "value": _values(random, (9 * 512,), np.float16),
         "key_cache": _values(random, (4, 16, 2, 64), np.float16),
         "value_cache": _values(random, (4, 16, 2, 64), np.float16),
         "slot_mapping": _slots(random, 9, 64),

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The self test: on the double it passes, and without a CANN it says why it cannot run."""
+
+from __future__ import annotations
+
+import pytest
+from double.direct import Double
+from npu_fixtures import machine as machine
+
+from kvcore.backends.aclnn import library, scatter, selftest
+
+
+def test_it_passes(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert selftest.main([]) == selftest.OK
+    said = capsys.readouterr().out
+    assert f"soc: {machine}" in said
+    assert "usable: yes" in said
+    assert "PASS    ScatterPaKvCache, Nct" in said
+    assert "0 FAIL, 0 MISSING" in said
+
+
+def test_it_says_what_differs(
+    machine: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = scatter.ScatterCall.phase_one
+
+    def mutant(self: scatter.ScatterCall, *given: object) -> list[object]:
+        words = original(self, *given)  # type: ignore[arg-type]
+        words[0], words[3] = words[3], words[0]  # the value for the key
+        return words
+
+    monkeypatch.setattr(scatter.ScatterCall, "phase_one", mutant)
+    assert selftest.main(["--only", "Nct"]) == selftest.DIFFERS
+    said = capsys.readouterr().out
+    assert "FAIL    ScatterPaKvCache, Nct: key_cache differs in " in said
+    assert "0 PASS, 1 FAIL" in said
+
+
+def test_it_says_what_is_refused(
+    machine: str, double: Double, capsys: pytest.CaptureFixture[str]
+) -> None:
+    double.fail("aclnnGatherPaKvCacheGetWorkspaceSize", 1, 561003)
+    assert selftest.main(["--only", "GatherPaKvCache, Norm"]) == selftest.DIFFERS
+    said = capsys.readouterr().out
+    assert "FAIL    GatherPaKvCache, Norm: BackendUnavailableError: aclnnGather" in said
+
+
+def test_it_cannot_run_without_cann(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCORE_ACLNN_LIBRARY_PATH", "/nowhere")
+    library.forget()
+    assert selftest.main([]) == selftest.CANNOT_RUN
+    assert "CANNOT RUN: no CANN runtime library found" in capsys.readouterr().out
+    library.forget()
