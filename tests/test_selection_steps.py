@@ -147,7 +147,7 @@ class Loop(RuleBasedStateMachine):
         self.q[...] = 0
         self.choose("same")
         self.gather(planned)
-        if self.kv.max(initial=0) % self.block:
+        if (self.kv % self.block).any():
             self.choose("few")  # a partial block is read whenever it is wanted
             flat = self.ids.reshape(self.rows, self.topk)
             whole = np.repeat(self.kv // self.block, self.steps)[:, None]
