@@ -169,6 +169,7 @@ def is_fixed(obj: Any) -> bool:
     return not (
         isinstance(obj, np.ndarray)
         or _is_torch(obj)
+        or hasattr(obj, "__kvcore_device_array__")
         or hasattr(obj, "__kvcore_array__")
         or hasattr(obj, "__array_interface__")
     )

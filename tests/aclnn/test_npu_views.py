@@ -381,3 +381,27 @@ def test_a_workspace_grows_and_the_old_one_is_freed(a3: Double) -> None:
     pool = launch.memory.pool_of(library.current(), 0, 0)
     pool.collect()
     assert pool._retired == []
+
+
+class HostileToTheHost(DeviceArray):
+    """Device memory that refuses to be read by the host, as the runtime's buffers do."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        raise ParamInvalidError("no host may read this")
+
+    __kvcore_array__ = __array_interface__
+
+
+def test_a_plan_never_asks_for_the_host_s_view(a3: Double) -> None:
+    placed = calls.Placed(**norm())
+    for name, array in placed.arrays.items():
+        assert array is not None
+        placed.arrays[name] = HostileToTheHost(array.memory, array.shape, array.dtype)
+    plan = kvcore.plan_scatter_pa_kv_cache(**placed.arrays)
+    plan.run()
+    plan.run()
+    want = norm()
+    kvcore.scatter_pa_kv_cache(**want)
+    np.testing.assert_array_equal(placed.host("key_cache"), want["key_cache"])
+    placed.free()
