@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -138,17 +138,24 @@ def run_processes(
     if not left:
         return
     running: dict[Future[dict[str, Any]], Point] = {}
+    others = set(active_children())
     # Spawned, not forked: the parent may have threads of its own.
     with ProcessPoolExecutor(min(jobs, len(left)), get_context("spawn"), _ignore_sigint) as pool:
-        while left or running:
-            while left and len(running) < jobs and not stop():
-                point = left.pop(0)
-                running[pool.submit(run_point, point, model, requests)] = point
-            if not running:
-                return
-            ready, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
-            for future in ready:
-                yield running.pop(future), future.result()
+        try:
+            while left or running:
+                while left and len(running) < jobs and not stop():
+                    point = left.pop(0)
+                    running[pool.submit(run_point, point, model, requests)] = point
+                if not running:
+                    return
+                ready, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
+                for future in ready:
+                    yield running.pop(future), future.result()
+        except BaseException:
+            # A second Ctrl-C, or a point that failed: nobody waits for the others.
+            for process in set(active_children()) - others:
+                process.terminate()
+            raise
 
 
 def _ignore_sigint() -> None:

@@ -238,3 +238,28 @@ def test_what_is_wrong_is_said_before_any_work(
     assert message in captured.err
     assert captured.out == ""
     assert "Traceback" not in captured.err
+
+
+def test_a_config_says_nothing_of_time(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps(
+            {
+                "model_type": "dsa",
+                "num_hidden_layers": 4,
+                "num_attention_heads": 8,
+                "kv_lora_rank": 64,
+                "qk_rope_head_dim": 16,
+                "index_topk": 64,
+                "index_head_dim": 32,
+            }
+        )
+    )
+    assert main(["replay", trace, "--policy", "lru", "--model", str(config)]) == 2
+    err = capsys.readouterr().err
+    assert "step_fixed: expected a figure of dsa: us a step" in err
+    assert "give it in a TOML profile" in err
+    # Without offload nobody asks for a time.
+    assert main(["replay", trace, "--model", str(config)]) == 0

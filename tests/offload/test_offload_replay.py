@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,11 @@ from kvcore.offload import (
     OffloadReport,
     TraceRequest,
     generate_trace,
+    real_decode,
 )
 from kvcore.offload.miss_table import MissTable
 from kvcore.offload.offload_report import POINTS, Timeline
+from kvcore.runtime import Device
 
 TINY = ModelProfile.named("tiny-sparse")
 #: Two groups of two layers and a small top-k: full runs take a second.
@@ -72,8 +75,12 @@ def replace_topk(model: ModelProfile) -> ModelProfile:
 
 @pytest.mark.parametrize("fidelity", ["full", "sampled"])
 @pytest.mark.parametrize("write_policy", ["write_through", "write_back"])
-def test_every_row_read_back_is_right(fidelity: str, write_policy: str) -> None:
-    """Prefixes, copies on write, preemptions, rejected drafts and aborts on the way."""
+def test_every_row_read_back_is_right(
+    fidelity: str, write_policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefixes, preemptions, rejected drafts and aborts on the way, and every access ordered."""
+    if fidelity == "full":
+        monkeypatch.setattr(real_decode, "Device", partial(Device, race_check="raise", seed=3))
     requests = cut(generate_trace(10, seed=5), 1500, 50)
     same = requests[0]
     requests.append(TraceRequest(10, 1e6, same.input_length, 40, same.hash_ids))
@@ -219,3 +226,13 @@ def test_a_timeline_stays_short_and_keeps_its_sums() -> None:
     assert set(columns["step_us"]) == {2.0}
     mean = np.average(columns["host_blocks"], weights=columns["steps"])
     assert mean == pytest.approx(4999.5)
+
+
+@pytest.mark.parametrize("write_policy", ["write_through", "write_back"])
+def test_a_shared_block_is_copied_before_it_is_written(write_policy: str) -> None:
+    """Equal prompts share their last, partial block until one of them decodes."""
+    requests = [TraceRequest(i, 0.0, 600, 30, (7, 8)) for i in range(3)]
+    report = run(requests, batch=3, chunk=600, write_policy=write_policy, verify_samples=600)
+    assert report.counters.copies > 0
+    assert report.totals.copied_bytes == report.counters.copies * 128 * 160 * 3
+    assert report.ok, report.mismatches[:3]
