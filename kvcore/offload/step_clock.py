@@ -75,10 +75,14 @@ class StepClock:
         self._group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         self._first = np.array([place == 0 for group in groups for place in range(len(group))])
         n = len(self._group_of)
-        self._before = self._links(n)
+        self._order = self._launch_order([len(group) for group in groups])
+        # Ties go by launch, so the model sees the operations in that order.
+        place_of = np.append(np.argsort(self._order), -1)
+        links = self._links(n).reshape(-1, 6)[self._order]
+        self._before = np.ascontiguousarray(place_of[links], np.int32)
         self._ready = np.zeros((n, KINDS))
         self._shares = np.full((n, KINDS, 4), UNUSED)
-        self._start, self._end = np.zeros((2, n, KINDS))
+        self._end = np.zeros((n, KINDS))
         self._work = np.zeros((9, n * KINDS), np.int32)
         self._free = np.zeros(4)
         self._installed, self._saved = np.zeros((2, n))
@@ -106,6 +110,24 @@ class StepClock:
             )  # fmt: skip
             before[layer, SAVE, :2] = row(layer - 1, SAVE), row(layer, WRITE)
         return before
+
+    def _launch_order(self, sizes: Sequence[int]) -> NDArray[np.int64]:
+        """Operations in the order of their launches.
+
+        Misses are launched ahead, into every buffer of the group's whose last user is launched.
+        """
+        order: list[int] = []
+        first = 0
+        for size in sizes:
+            loaded = 0
+            for place in range(size):
+                order.append((first + place) * KINDS + WRITE)
+                while loaded < min(place + self._depth, size):
+                    order.append((first + loaded) * KINDS + MISSES)
+                    loaded += 1
+                order += ((first + place) * KINDS + kind for kind in (HITS, ATTEND, INSTALL, SAVE))
+            first += size
+        return np.array(order)
 
     def advance(self, us: float) -> None:
         """Let the device compute something else for so long."""
@@ -145,12 +167,15 @@ class StepClock:
         reused = np.maximum(self._attended[early], self._drained[early])
         ready[: len(early), MISSES] = np.maximum(ready[: len(early), MISSES], reused)
         ready[: len(early), HITS] = np.maximum(ready[: len(early), HITS], self._drained[early])
-        start, end = self._start, self._end
+        end = self._end
+        order, places = self._order, len(self._order)
+        started, ended = np.empty((2, places))
         served = step_times.run(
-            self._shares.reshape(-1, 4), self._before.reshape(-1, 6), ready.reshape(-1),
-            self._free, start.reshape(-1), end.reshape(-1), self._work,
+            self._shares.reshape(-1, 4)[order], self._before, ready.reshape(-1)[order],
+            self._free, started, ended, self._work,
         )  # fmt: skip
-        assert served == n * KINDS
+        end.reshape(-1)[order] = ended
+        assert served == places
         self._installed[:] = end[:, INSTALL]
         if sent:
             self._saved[:] = end[:, SAVE]
@@ -206,7 +231,7 @@ class StepClock:
         cost[:, ATTEND] = event + event + launch
         cost[:, INSTALL] = event + 2 * event + missed * launch
         cost[:, SAVE] = 2 * event + (event + launch if sent else 0.0)
-        host = self.now + self._event + np.cumsum(cost.reshape(-1))
-        self._ready[:] = host.reshape(cost.shape)
+        host = self.now + self._event + np.cumsum(cost.reshape(-1)[self._order])
+        self._ready.reshape(-1)[self._order] = host
         # What follows the launch of a save: its record; else the install's two records alone.
         return float(host[-1]) + (event if sent else 0.0)
