@@ -394,9 +394,7 @@ class Device:
         """
         self._may_wait()
         marks = [(stream, stream.mark()) for stream in self.streams]
-        await anyio.lowlevel.checkpoint()
-        for _, mark in marks:
-            await self._host.wait(mark)
+        await self._host.wait_all([mark for _, mark in marks])
         self._finish(marks)
 
     def synchronize_blocking(self) -> None:
@@ -550,9 +548,7 @@ class Device:
         try:
             if kind is None:
                 self._break_promises(fail=True)
-                await anyio.lowlevel.checkpoint()
-                for mark in self._marks():
-                    await self._host.wait(mark)
+                await self._host.wait_all(self._marks())
         except BaseException:
             self._drop()
             raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from _thread import allocate_lock
+from collections.abc import Sequence
 
 import anyio.lowlevel
 
@@ -53,6 +54,12 @@ class Host:
         if mark is not None and self._clock is not None:
             while (node := self._clock.reach(mark.position)) is not None:
                 await self._bell().wait(node)
+
+    async def wait_all(self, marks: Sequence[Mark]) -> None:
+        """Wait for all of them; always a checkpoint."""
+        await anyio.lowlevel.checkpoint()
+        for mark in marks:
+            await self.wait(mark)
 
     async def wait_for_bytes(self, mark: Mark) -> None:
         """Wait for a mark alone."""

@@ -221,6 +221,11 @@ class AclDevice(Device):
         self._bind()
         self._heap.collect()
 
+    def _time_of(self, mark: Mark) -> float | None:
+        if mark.graph is None:
+            self._host.finds(mark)  # nobody may have asked the hardware yet
+        return super()._time_of(mark)
+
     # -- the end
 
     def _break_promises(self, *, fail: bool) -> None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from kvcore.backends.aclnn import constants
@@ -86,7 +88,7 @@ class Record:
     ready:   a mark resolved when the hardware has the record (or will never have it).
     handle:  the aclrtEvent, 0 until then.
     failure: why it was not reached.
-    rung:    a mark resolved when somebody should look at the hardware again.
+    rungs:   marks resolved when somebody should look at the hardware again.
     """
 
     __slots__ = (
@@ -97,7 +99,7 @@ class Record:
         "in_flight",
         "mark",
         "ready",
-        "rung",
+        "rungs",
         "stream",
         "timing",
     )
@@ -110,18 +112,20 @@ class Record:
         self.ready = promise(None)
         self.handle = 0
         self.failure: Failure | None = None
-        self.rung: Mark | None = None
+        self.rungs: list[Mark] = []
         self.in_flight = False
 
-    def hand_over(self, step: Mark) -> None:
-        """The queue has come to this record.  Never raises: it is called in a worker's loop."""
+    def hand_over(self, step: Mark) -> Callable[[], object]:
+        """The queue has come to this record; what the call returns tells whoever waits.
+
+        Never raises: it is called in a worker's loop.
+        """
         stream = self.stream
         failure = step.failure
         if failure is None and not step.dropped:
             try:
                 if stream.is_quiet and not self.timing:
-                    self.resolve()
-                    return
+                    return self.resolve
                 device = stream.device
                 device._bind()
                 handle = device._events.lend(self, self.timing)
@@ -132,9 +136,8 @@ class Record:
             else:
                 stream._took(self)
                 self.handle = handle
-                settle(stream.executor, self.ready)
-                return
-        self.resolve(failure, dropped=step.dropped)
+                return partial(settle, stream.executor, self.ready)
+        return partial(self.resolve, failure, dropped=step.dropped)
 
     def resolve(self, failure: Failure | None = None, *, dropped: bool = False) -> None:
         """Tell everybody, once."""
@@ -144,8 +147,9 @@ class Record:
             self.failure = failure
             settle(executor, mark, failure, dropped)
         settle(executor, self.ready, failure, dropped)
-        if self.rung is not None:
-            settle(executor, self.rung)
+        for rung in self.rungs:
+            settle(executor, rung)
+        self.rungs.clear()
 
     def look(self) -> bool:
         """Ask the hardware, and resolve when it has an answer; True when resolved."""
@@ -165,23 +169,52 @@ class Record:
         return True
 
     def confirm(self) -> None:
-        """The event is complete: resolve, unless the stream has a failure to tell.
+        """The event is complete: resolve, unless there is a failure to tell.
 
         An asynchronous fault is reported by the next synchronisation, so there is one; what is
-        waited for here has happened.
+        waited for here has happened.  A stream that waited for one that failed goes on, on the
+        hardware: so what this one waited for is confirmed first.
         """
+        for record in _in_order(self):
+            record._confirm()
+
+    def _confirm(self) -> None:
+        stream = self.stream
+        for other in stream._waited_for(self):
+            if other.failure is not None:
+                stream._lose(other.failure.cause, other.failure)
         if self.mark is None:
             return
-        stream = self.stream
-        cann = stream.device._cann
         try:
-            cann.aclrtSynchronizeEvent(self.handle)
+            # Those before it first: what was reached before a fault is whole.
+            for record in stream._records_until(self):
+                stream.device._cann.aclrtSynchronizeEvent(record.handle)
+                if record is not self:
+                    stream._passed(record)
             if stream._ends_with(self):
                 stream._synchronize_briefly()
         except KVCoreError as error:
             stream._lose(error)
         else:
             stream._passed(self)
+
+
+def _in_order(last: Record) -> list[Record]:
+    """What a record depends on, on other streams, each before what depends on it; then itself."""
+    order: list[Record] = []
+    seen = {last}
+    path = [(last, iter(last.stream._waited_for(last)))]
+    while path:
+        record, others = path[-1]
+        for other in others:
+            if other not in seen and other.mark is not None and other.handle:
+                seen.add(other)
+                path.append((other, iter(other.stream._waited_for(other))))
+                break
+        else:
+            order.append(record)
+            path.pop()
+    return order
 
 
 def record_of(executor: Executor, mark: Mark) -> Record:

@@ -196,23 +196,25 @@ class AclStream(Stream):
                 observer.marked(self, mark)
                 self._in_order(record.hand_over)
 
-    def _in_order(self, action: Callable[[Mark], None]) -> None:
-        """Call action(step) when the queue has come this far: here and now when it is empty."""
+    def _in_order(self, action: Callable[[Mark], Callable[[], object]]) -> None:
+        """Call action(step) when the queue has come this far: here and now when it is empty.
+
+        What it returns is called when the queue may be asked again.
+        """
         executor = self.executor
         step = promise(self)
         if self._rests():
             settle(executor, step, self.failure)
-            action(step)
+            action(step)()
         else:
             self._steps.append(step)
             step.add(Waiter(partial(self._act, action, step)))
             place(executor, self, step)
 
-    def _act(self, action: Callable[[Mark], None], step: Mark) -> None:
-        try:
-            action(step)
-        finally:
-            self._steps.pop()
+    def _act(self, action: Callable[[Mark], Callable[[], object]], step: Mark) -> None:
+        tell = action(step)
+        self._steps.pop()
+        tell()
 
     def _rests(self) -> bool:
         # A queue counts as idle while it is telling of its last record; what is told here is
@@ -269,15 +271,15 @@ class AclStream(Stream):
             hold(self.executor, self, record.ready)
         self._in_order(partial(self._depend, record))
 
-    def _depend(self, record: Record, step: Mark) -> None:
+    def _depend(self, record: Record, step: Mark) -> Callable[[], object]:
         """Tell the hardware to wait for a record.  Never raises, as ``Record.hand_over``."""
         if step.failed or step.dropped:
-            return
+            return _nothing
         executor = self.executor
         if record.mark is None:
             if record.failure is not None:
                 fail(executor, self, record.failure)
-            return
+            return _nothing
         try:
             self.device._bind()
             self.device._cann.aclrtStreamWaitEvent(self.handle, record.handle)
@@ -285,6 +287,7 @@ class AclStream(Stream):
             fail(executor, self, Failure(error, self.name, "wait_event"))
         else:
             self._took(Dependency(record))
+        return _nothing
 
     def _same_device(self, event: Any) -> None:
         if not isinstance(event, AclEvent) or event.executor is not self.executor:
@@ -329,6 +332,17 @@ class AclStream(Stream):
         with self._flight_lock:
             return bool(self._flight) and self._flight[-1] is record
 
+    def _records_until(self, last: Record) -> list[Record]:
+        """The records in flight up to this one; it alone when it is not."""
+        found = []
+        with self._flight_lock:
+            for item in self._flight:
+                if isinstance(item, Record):
+                    found.append(item)
+                    if item is last:
+                        return found
+        return [last]
+
     def _passed(self, record: Record) -> None:
         """The hardware is past a record: everything before it is done."""
         gone = []
@@ -355,7 +369,7 @@ class AclStream(Stream):
         if not records or records[-1].mark is None:
             step = promise(self)
             settle(self.executor, step)
-            Record(self.executor, promise(self), False).hand_over(step)
+            Record(self.executor, promise(self), False).hand_over(step)()
 
     def _synchronize_briefly(self) -> None:
         """Hear of a failure, if there is one; KVCoreError."""
@@ -368,27 +382,57 @@ class AclStream(Stream):
             if error.code not in TIMEOUTS:
                 raise
 
+    def _waited_for(self, record: Record | None = None) -> list[Record]:
+        """The records of other streams that this one was told to wait for before a record of its.
+
+        The last one of each stream, which says as much as those before it.
+        """
+        last: dict[object, Record] = {}
+        with self._flight_lock:
+            for item in self._flight:
+                if isinstance(item, Dependency):
+                    last[item.record.stream] = item.record
+                elif item is record:
+                    break
+            else:
+                if record is not None:
+                    return []  # the hardware is past it
+        return list(last.values())
+
     def _look_for_failure(self, seen: set[AclStream], *, polling: bool = False) -> None:
-        """Find out whether this stream, or one that it waits for, has failed."""
-        if self in seen or not self._flight:
-            return
-        seen.add(self)
+        """Find out whether this stream, or one that it waits for, has failed.
+
+        Only a stream whose work may have begun can have: one that is held back by another is not
+        asked.
+        """
         if polling:
             now = time.monotonic()
             if now < self._next_look:
                 return
             self._next_look = now + PATIENCE_S
-        with self._flight_lock:
-            records = [item.record for item in self._flight if isinstance(item, Dependency)]
+        path = [self]
+        order: list[AclStream] = []
+        while path:
+            stream = path.pop()
+            if stream not in seen and stream._flight:
+                seen.add(stream)
+                order.append(stream)
+                path += [record.stream for record in stream._waited_for()]
+        for stream in reversed(order):
+            stream._look_here()
+
+    def _look_here(self) -> None:
+        records = self._waited_for()
+        held = [record for record in records if not record.look()]
         for record in records:
-            record.stream._look_for_failure(seen)
             if record.failure is not None:
                 self._lose(record.failure.cause, record.failure)
                 return
-        try:
-            self._synchronize_briefly()
-        except KVCoreError as error:
-            self._lose(error)
+        if not held:
+            try:
+                self._synchronize_briefly()
+            except KVCoreError as error:
+                self._lose(error)
 
     # -- failing
 
@@ -425,6 +469,10 @@ class AclStream(Stream):
         if not names:
             return "work"
         return names[0] if len(names) == 1 else f"one of {len(names)} operations ({names[0]}, ...)"
+
+
+def _nothing() -> None:
+    """Nobody is to be told."""
 
 
 def _name(plan: object) -> str:

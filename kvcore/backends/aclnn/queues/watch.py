@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from _thread import allocate_lock
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Condition, Thread
 from typing import TYPE_CHECKING
@@ -41,6 +41,17 @@ SHORT_S, LONG_S = 0.001, 0.05
 SLICE_MS = 50
 
 
+class _Watched:
+    """Records that somebody waits for, what to tell him by, and whether a ring will."""
+
+    __slots__ = ("records", "rings", "rung")
+
+    def __init__(self, records: list[Record], rung: Mark, rings: bool) -> None:
+        self.records = list(records)
+        self.rung = rung
+        self.rings = rings
+
+
 class AclHost(Host):
     """The host's side of a device with hardware queues."""
 
@@ -51,7 +62,7 @@ class AclHost(Host):
         self._num_rings = 0
         self._calls: dict[int, int] = {}
         self._condition = Condition()
-        self._watched: list[Record] = []
+        self._watched: list[_Watched] = []
         self._thread: Thread | None = None
         self._over = False
 
@@ -59,16 +70,22 @@ class AclHost(Host):
 
     async def wait(self, mark: Mark | None) -> None:
         """Wait for a mark; always a checkpoint, and cancelling stops the waiting."""
-        if mark is None or not mark.pending:
-            await super().wait(mark)
-            return
-        record: Record = mark.position
-        if record.ready.pending:
-            await super().wait(record.ready)
-        while mark.pending:
-            await super().wait(self._ring_for(record))
-            if mark.pending:
-                self._device._bind()
+        await self.wait_all([] if mark is None else [mark])
+
+    async def wait_all(self, marks: Sequence[Mark]) -> None:
+        """Wait for all of them, with one ring behind all; always a checkpoint."""
+        marks = [mark for mark in marks if mark.pending]
+        if not marks:
+            await super().wait(None)
+        for mark in marks:
+            record: Record = mark.position
+            if record.ready.pending:
+                await super().wait(record.ready)
+        while marks := [mark for mark in marks if mark.pending]:
+            records: list[Record] = [mark.position for mark in marks]
+            await super().wait(self._ring_for(records))
+            self._device._bind()
+            for record in records:
                 record.look()
 
     async def wait_for_bytes(self, mark: Mark) -> None:
@@ -128,27 +145,28 @@ class AclHost(Host):
 
     # -- rings
 
-    def _ring_for(self, record: Record) -> Mark:
-        """A mark that resolves when it is time to look at the record."""
-        rung = record.rung
-        if rung is not None and rung.pending:
-            return rung
-        rung = record.rung = promise(record.stream)
+    def _ring_for(self, records: list[Record]) -> Mark:
+        """A mark that resolves when it is time to look at the records: all done, or one failed."""
         device = self._device
         device._bind()
-        if record.look():
+        rung = promise(None)
+        if all([record.look() for record in records]):
             settle(device._executor, rung)
             return rung
+        records = [record for record in records if record.mark is not None]
+        for record in records:
+            record.rungs.append(rung)
+        rings = False
         with contextlib.suppress(KVCoreError):  # then the watch does it
-            self._ring(record, rung)
-        self._watch(record)
+            rings = self._ring(records, rung)
+        self._watch(_Watched(records, rung, rings))
         return rung
 
-    def _ring(self, record: Record, rung: Mark) -> None:
+    def _ring(self, records: list[Record], rung: Mark) -> bool:
         device = self._device
         cann = device._cann
         if not cann.has("aclrtLaunchHostFunc"):
-            return
+            return False
         with self._condition:
             if self._idle_rings:
                 ring = self._idle_rings.pop()
@@ -156,62 +174,63 @@ class AclHost(Host):
                 self._num_rings += 1
                 ring = 0
             else:
-                return
+                return False
         ring = ring or device._rings.make()
-        cann.aclrtStreamWaitEvent(ring, record.handle)
-        self._calls[ring] = hostcalls.launch(cann, ring, partial(self._rang, ring, record, rung))
+        for record in records:
+            cann.aclrtStreamWaitEvent(ring, record.handle)
+        self._calls[ring] = hostcalls.launch(cann, ring, partial(self._rang, ring, records, rung))
+        return True
 
-    def _rang(self, ring: int, record: Record, rung: Mark) -> None:
-        # On a thread of the driver: no ACL, and never an exception.  The record is held until
-        # now, so that nobody records its event again before the ring's stream has seen it.
+    def _rang(self, ring: int, records: list[Record], rung: Mark) -> None:
+        # On a thread of the driver: no ACL, and never an exception.  The records are held until
+        # now, so that nobody records their events again before the ring's stream has seen them.
+        records.clear()
         self._idle_rings.append(ring)
         settle(self._device._executor, rung)
 
     # -- the watch
 
-    def _watch(self, record: Record) -> None:
+    def _watch(self, watched: _Watched) -> None:
         with self._condition:
-            self._watched.append(record)
+            self._watched.append(watched)
             if self._thread is None and not self._over:
                 self._thread = Thread(target=self._look, name="kvcore-watch", daemon=True)
                 self._thread.start()
             self._condition.notify()
 
     def _look(self) -> None:
-        executor = self._device._executor
-        pause = SHORT_S
         while True:
             with self._condition:
                 if self._over:
                     return
                 if not self._watched:
                     self._condition.wait()
-                    pause = SHORT_S
                     continue
-                self._condition.wait(pause)
+                pause = LONG_S if all(watched.rings for watched in self._watched) else SHORT_S
+                end = time.monotonic() + pause
+                while not self._over and (left := end - time.monotonic()) > 0:
+                    self._condition.wait(left)
+                    if not self._watched or not self._watched[-1].rings:
+                        break
                 watched, self._watched = self._watched, []
-            busy: list[Record] = []
             seen: set[AclStream] = set()
-            for record in watched:
-                if record.rung is None or not record.rung.pending:
-                    continue
-                if self._sees(record, seen):
-                    settle(executor, record.rung)
-                else:
-                    busy.append(record)
+            busy = [one for one in watched if not self._sees(one, seen)]
             with self._condition:
                 self._watched += busy
-                crowded = self._num_rings >= MAX_RINGS or not busy
-            pause = SHORT_S if crowded else min(LONG_S, 2 * pause)
 
-    def _sees(self, record: Record, seen: set[AclStream]) -> bool:
-        try:
-            self._device._bind()
-            if not record.look():
-                record.stream._look_for_failure(seen)
-        except BaseException as error:  # whoever waits must hear of it, whatever it is
-            record.stream._lose(error)
-        return record.mark is None
+    def _sees(self, watched: _Watched, seen: set[AclStream]) -> bool:
+        """Whether nobody needs to look at these any more."""
+        if not watched.rung.pending:
+            return True
+        records = [record for record in watched.records if record.mark is not None]
+        for record in records:
+            try:
+                self._device._bind()
+                if not record.look():
+                    record.stream._look_for_failure(seen)
+            except BaseException as error:  # whoever waits must hear of it, whatever it is
+                record.stream._lose(error)
+        return not watched.rung.pending
 
     # -- the end
 
