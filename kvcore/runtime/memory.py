@@ -330,11 +330,10 @@ def allocate(device: Device, shape: object, dtype: object, space: str, align: in
     try:
         base = device._take_bytes(space, wanted + align)
         storage = Storage(ledger, device._key, space, wanted, base)
-    except DeviceOutOfMemoryError:
+    except BaseException as error:
         ledger.untake(wanted)
-        raise
-    except MemoryError as error:
-        ledger.untake(wanted)
+        if not isinstance(error, MemoryError) or isinstance(error, DeviceOutOfMemoryError):
+            raise
         raise _exhausted(space, wanted, ledger.used, ledger.capacity, "this machine") from error
     start = -base.ctypes.data % align
     array = base[start : start + wanted].view(numpy_type).reshape(dims)

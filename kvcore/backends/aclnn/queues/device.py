@@ -19,7 +19,9 @@ host may be any thread: so each call of ours sets it first, always.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +32,7 @@ from kvcore.backends.aclnn import constants, library
 from kvcore.backends.aclnn.queues.graph import AclCapture, Models
 from kvcore.backends.aclnn.queues.handles import Handles
 from kvcore.backends.aclnn.queues.memory import AclBuffer, Heap
-from kvcore.backends.aclnn.queues.records import AclEvent, Events, Record, record_of
+from kvcore.backends.aclnn.queues.records import AclEvent, Events, record_of
 from kvcore.backends.aclnn.queues.stream import AclStream
 from kvcore.backends.aclnn.queues.watch import AclHost
 from kvcore.errors import (
@@ -52,6 +54,9 @@ if TYPE_CHECKING:
     from kvcore.runtime.stream import Stream
 
 __all__ = ["AclDevice"]
+
+#: Seconds that an allocation waits for work that holds memory, when there is no other.
+RECLAIM_S = 0.2
 
 
 class AclDevice(Device):
@@ -117,6 +122,8 @@ class AclDevice(Device):
         self._models = Models(cann)
         self._heap = Heap(cann, device_id)
         self._buffers: weakref.WeakSet[AclBuffer] = weakref.WeakSet()
+        #: Streams whose queue waits for a host function.
+        self._held: set[AclStream] = set()
         self._batches = bool(cann.has("aclrtMemcpyBatchAsync"))
         #: The hardware has failed once: what closing complains of is no news.
         self._failed = False
@@ -175,12 +182,14 @@ class AclDevice(Device):
             raise self._exhausted(space, nbytes, error) from error
 
     def _reclaim(self) -> None:
-        """Look which work is done, and free what only that held."""
+        """Give the work under way a little time, and free what only that held."""
+        end = time.monotonic() + RECLAIM_S
         for stream in self._streams:
-            assert isinstance(stream, AclStream)
-            for item in list(stream._flight):
-                if isinstance(item, Record):
-                    item.look()
+            # A worker must not wait for the queue that it is in.
+            if isinstance(stream, AclStream) and not (stream.idle or self._executor.inside()):
+                with contextlib.suppress(KVCoreError):
+                    self._host.wait_blocking(stream.mark(), max(0.0, end - time.monotonic()))
+        self._bind()
         self._heap.trim()
 
     def _exhausted(

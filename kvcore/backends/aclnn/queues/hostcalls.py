@@ -2,13 +2,14 @@
 """Host functions: Python run by a thread of the driver, in stream order.
 
 The C side gets one function, made once and never freed, and a number; what the number stands for
-is kept here until it has run.  So no callback object can die under the driver.  None of this may
+is found here until it has run.  So no callback object can die under the driver.  None of this may
 call ACL: a host function that allocates, launches or waits would block its own stream.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,36 +21,40 @@ from kvcore.runtime._outside import enter, leave, promise, settle
 if TYPE_CHECKING:
     from kvcore.backends.aclnn.queues.stream import AclStream
 
-__all__ = ["HostCall", "forget", "launch"]
+__all__ = ["Action", "HostCall", "launch"]
+
+
+class Action:
+    """A function on its way to a thread of the driver; who launches it keeps this until it ran.
+
+    When nobody does, because its stream was given up, it will not run.
+    """
+
+    __slots__ = ("__weakref__", "run")
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.run = run
+
 
 _numbers = itertools.count(1)
-_actions: dict[int, Callable[[], None]] = {}
+_actions: weakref.WeakValueDictionary[int, Action] = weakref.WeakValueDictionary()
 
 
 def _run(number: int | None) -> None:
     action = _actions.pop(number or 0, None)
     if action is not None:
-        action()
+        action.run()
 
 
 _ENTRY = HOST_FUNC(_run)
 
 
-def launch(cann: Any, stream: int, action: Callable[[], None]) -> int:
-    """Put a function behind what the stream has; the number forgets it.  It must not raise."""
+def launch(cann: Any, stream: int, run: Callable[[], object]) -> Action:
+    """Put a function behind what the stream has.  It must not raise."""
     number = next(_numbers)
-    _actions[number] = action
-    try:
-        cann.aclrtLaunchHostFunc(stream, _ENTRY, number)
-    except BaseException:
-        forget(number)
-        raise
-    return number
-
-
-def forget(number: int) -> None:
-    """The function will not be called: its stream is gone."""
-    _actions.pop(number, None)
+    action = _actions[number] = Action(run)
+    cann.aclrtLaunchHostFunc(stream, _ENTRY, number)
+    return action
 
 
 class HostCall:
@@ -59,7 +64,7 @@ class HostCall:
     failure: when the function raises, nothing behind it is handed over.
     """
 
-    __slots__ = ("_args", "_fn", "_number", "_stream", "done", "name")
+    __slots__ = ("_action", "_args", "_fn", "_stream", "done", "name")
 
     def __init__(
         self, stream: AclStream, fn: Callable[..., object], args: tuple[object, ...], name: str
@@ -68,7 +73,7 @@ class HostCall:
         self._fn = fn
         self._args = args
         self._stream = stream
-        self._number = 0
+        self._action: Action | None = None
         self.done = promise(stream)
 
     def __call__(self) -> None:
@@ -77,7 +82,8 @@ class HostCall:
         calling = stream.executor.calling()
         stream.device._bind()
         stream._took(self)
-        self._number = launch(stream.device._cann, stream.handle, partial(self._act, calling))
+        stream.device._held.add(stream)
+        self._action = launch(stream.device._cann, stream.handle, partial(self._act, calling))
 
     def _act(self, calling: object) -> None:
         stream = self._stream
@@ -91,9 +97,12 @@ class HostCall:
             executor.failures.append(failure)
         finally:
             leave(executor)
+        stream._ran(self)
+        stream.device._held.discard(stream)
         settle(executor, self.done, failure)
 
     def abandon(self, failure: Failure) -> None:
         """The stream has failed before it came to this."""
-        forget(self._number)
+        self._action = None
+        self._stream.device._held.discard(self._stream)
         settle(self._stream.executor, self.done, failure)

@@ -84,6 +84,7 @@ class Heap:
         self._spare: dict[int, list[Piece]] = {}
         self._spare_bytes = 0
         self._closed = False
+        self._errors: list[KVCoreError] = []
         self._process = os.getpid()
 
     # -- taking; the device is set on this thread
@@ -198,7 +199,7 @@ class Heap:
             # The device was left and this array outlived it; nobody will come by again.
             with contextlib.suppress(Exception):
                 self._cann.set_device(self._device_id)
-                self.collect()
+            self.collect()
 
     def collect(self) -> None:
         """Free what has gone; the device is set on this thread."""
@@ -213,7 +214,7 @@ class Heap:
                 self._spare.setdefault(piece.nbytes, []).append(piece)
                 self._spare_bytes += piece.nbytes
             else:
-                self._free(piece, [])
+                self._free(piece)
 
     def trim(self) -> None:
         """Free everything that nobody uses."""
@@ -222,9 +223,9 @@ class Heap:
         self._spare_bytes = 0
         for pieces in spare.values():
             for piece in pieces:
-                self._free(piece, [])
+                self._free(piece)
 
-    def _free(self, piece: Piece, errors: list[KVCoreError]) -> None:
+    def _free(self, piece: Piece) -> None:
         calls = {
             "device": [("aclrtFree", piece.got)],
             "host": [("aclrtFreeHost", piece.got)],
@@ -234,7 +235,9 @@ class Heap:
             try:
                 getattr(self._cann, name)(address)
             except KVCoreError as error:
-                errors.append(error)
+                # Without its frames: they hold the device, and live memory holds this heap.
+                error.__context__ = None
+                self._errors.append(error.with_traceback(None))
 
     def close(self) -> list[KVCoreError]:
         """Free everything but host memory that somebody still has an array of.
@@ -243,11 +246,10 @@ class Heap:
         """
         self.trim()
         self._closed = True
-        errors: list[KVCoreError] = []
         for number, piece in list(self._live.items()):
             if piece.space == "device" and self._live.pop(number, None) is not None:
-                self._free(piece, errors)
-        return errors
+                self._free(piece)
+        return self._errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +355,16 @@ class AclBuffer(Buffer):
             seen="device",
             expected="host or swapped memory",
         )
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        if self.space == "device":
+            raise AttributeError("__array_interface__")
+        return super().__array_interface__
+
+    def __array__(self, *args: Any, **options: Any) -> npt.NDArray[Any]:
+        """For numpy, which would otherwise take device memory for a sequence of buffers."""
+        return np.asarray(self.numpy(), *args, **options)
 
     @contextlib.contextmanager
     def host(self, mode: Literal["r", "w", "rw"] = "r") -> Iterator[npt.NDArray[Any]]:

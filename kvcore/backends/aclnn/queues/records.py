@@ -168,6 +168,19 @@ class Record:
         self.confirm()
         return True
 
+    def happens_within(self, time_ms: int) -> bool:
+        """Wait a little for the event; KVCoreError for a failure."""
+        cann = self.stream.device._cann
+        if not cann.has("aclrtSynchronizeEventWithTimeout"):
+            return self.look()
+        try:
+            cann.aclrtSynchronizeEventWithTimeout(self.handle, time_ms)
+        except KVCoreError as error:
+            if error.code in TIMEOUTS:
+                return False
+            raise
+        return True
+
     def confirm(self) -> None:
         """The event is complete: resolve, unless there is a failure to tell.
 

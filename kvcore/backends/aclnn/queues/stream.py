@@ -112,6 +112,8 @@ class AclStream(Stream):
         self._steps: list[Mark] = []
         self._flight_lock = threading.Lock()
         self._handle = device._handles.make()
+        #: A mark behind everything launched here, or None.
+        self._tail: Mark | None = None
         self._next_look = 0.0
         #: Others put work on the handle too: an empty flight says nothing.
         self.shared = False
@@ -134,6 +136,7 @@ class AclStream(Stream):
         if isinstance(plan, type) or not callable(getattr(plan, "run", None)):
             super().launch(plan)  # which refuses it
             return
+        self._tail = None
         if hasattr(plan, "reads") and hasattr(plan, "writes"):
             arrays = getattr(plan, "arrays", None)
             if isinstance(arrays, tuple):
@@ -145,6 +148,7 @@ class AclStream(Stream):
         self._call_named(plan.run, (), _name(plan))
 
     def _move(self, plan: Copy | Fill, dsts: Sequence[object], srcs: Sequence[object]) -> None:
+        self._tail = None
         transfer = Transfer(self.device, plan, dsts, srcs)
         if self.capture is not None and transfer.by_host:
             raise self.device._capture_error(
@@ -159,10 +163,15 @@ class AclStream(Stream):
         self.executor.check()
         if self.capture is not None:
             raise self.device._capture_error(f"stream {self.name!r}", "call a host function")
+        self._tail = None
         call = HostCall(self, fn, args, name)
         with self.device._lock:  # nothing may come between the two
             super()._call(call, ())
             hold(self.executor, self, call.done)
+
+    def _again(self, kind: int, target: Any, args: Any, us: float, note: Any) -> None:
+        self._tail = None
+        super()._again(kind, target, args, us, note)
 
     def _timer(self, us: float, name: str) -> NoReturn:
         raise BackendUnavailableError(
@@ -176,7 +185,12 @@ class AclStream(Stream):
 
     def mark(self) -> Mark:
         """A mark behind everything launched here so far."""
-        return self._place(timing=False)
+        mark = self._tail
+        if mark is None or not mark.pending or self.shared:
+            # Kept after it is placed: a host that polls asks for the same mark again and again.
+            mark = self._place(timing=False)
+            self._tail = mark
+        return mark
 
     def _place(self, *, timing: bool) -> Mark:
         mark = promise(self)
@@ -185,6 +199,7 @@ class AclStream(Stream):
         return mark
 
     def _record_mark(self, mark: Mark) -> None:
+        self._tail = None
         record = record_of(self.executor, mark)
         owned(mark, self)
         record.stream = self
@@ -252,6 +267,7 @@ class AclStream(Stream):
     def _wait_mark(self, mark: Mark) -> None:
         if mark.queue is self:
             return
+        self._tail = None
         observer = self.executor.observer
         if observer is None:
             self._wait_for(mark)
@@ -328,9 +344,19 @@ class AclStream(Stream):
             if isinstance(item, Record):
                 item.in_flight = True
 
+    def _ran(self, call: HostCall) -> None:
+        """A host function is over: with nothing before it, that is all there is to know."""
+        with self._flight_lock:
+            if self._flight and self._flight[0] is call:
+                self._flight.popleft()
+
     def _ends_with(self, record: Record) -> bool:
         with self._flight_lock:
             return bool(self._flight) and self._flight[-1] is record
+
+    def _own_records(self) -> list[Record]:
+        with self._flight_lock:
+            return [item for item in self._flight if isinstance(item, Record)]
 
     def _records_until(self, last: Record) -> list[Record]:
         """The records in flight up to this one; it alone when it is not."""
@@ -361,8 +387,7 @@ class AclStream(Stream):
         """A program that never waits must not hold all that it ever launched."""
         if len(self._flight) < FLIGHT or len(self._flight) % (FLIGHT // 4):
             return
-        with self._flight_lock:
-            records = [item for item in self._flight if isinstance(item, Record)]
+        records = self._own_records()
         for record in records:
             if not record.look():
                 break
@@ -428,11 +453,17 @@ class AclStream(Stream):
             if record.failure is not None:
                 self._lose(record.failure.cause, record.failure)
                 return
-        if not held:
-            try:
-                self._synchronize_briefly()
-            except KVCoreError as error:
-                self._lose(error)
+        if held:
+            return
+        try:
+            # One after the other, so that what was reached before a fault is found whole.
+            for record in self._own_records():
+                if not record.happens_within(GLANCE_MS):
+                    break
+                record.confirm()
+            self._synchronize_briefly()
+        except KVCoreError as error:
+            self._lose(error)
 
     # -- failing
 

@@ -76,7 +76,7 @@ class Transfer:
         device = self._device
         to, source = spaces
         if "device" not in spaces:
-            hostcalls.launch(device._cann, handle, lambda: np.copyto(dst, src))
+            keep(hostcalls.launch(device._cann, handle, lambda: np.copyto(dst, src)))
         elif to == source:
             if _meet(dst, src):
                 between = device._scratch("device", dst.nbytes).view(dst.dtype).reshape(dst.shape)
@@ -88,13 +88,13 @@ class Transfer:
             if source == PAGEABLE:
                 pinned = self._staging(src, keep)
                 pageable = src
-                hostcalls.launch(device._cann, handle, lambda: np.copyto(pinned, pageable))
+                keep(hostcalls.launch(device._cann, handle, lambda: np.copyto(pinned, pageable)))
                 src = pinned
             self._move(dst, src, constants.ACL_MEMCPY_HOST_TO_DEVICE, handle, keep)
         elif to == PAGEABLE:
             pinned = self._staging(dst, keep)
             self._move(pinned, src, constants.ACL_MEMCPY_DEVICE_TO_HOST, handle, keep)
-            hostcalls.launch(device._cann, handle, lambda: np.copyto(dst, pinned))
+            keep(hostcalls.launch(device._cann, handle, lambda: np.copyto(dst, pinned)))
         else:
             self._move(dst, src, constants.ACL_MEMCPY_DEVICE_TO_HOST, handle, keep)
 
@@ -127,7 +127,7 @@ class Transfer:
         if not array.size:
             return
         if space != "device":
-            hostcalls.launch(cann, handle, plan.run)
+            keep(hostcalls.launch(cann, handle, plan.run))
             return
         raw = np.asarray(value).reshape(1).view(np.uint8)
         rows = pieces_between(array, array)

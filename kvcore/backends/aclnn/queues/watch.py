@@ -60,7 +60,7 @@ class AclHost(Host):
         self._device = device
         self._idle_rings: list[int] = []
         self._num_rings = 0
-        self._calls: dict[int, int] = {}
+        self._calls: dict[int, hostcalls.Action] = {}
         self._condition = Condition()
         self._watched: list[_Watched] = []
         self._thread: Thread | None = None
@@ -80,6 +80,7 @@ class AclHost(Host):
         for mark in marks:
             record: Record = mark.position
             if record.ready.pending:
+                self._watch(_Watched([record], record.ready, True))
                 await super().wait(record.ready)
         while marks := [mark for mark in marks if mark.pending]:
             records: list[Record] = [mark.position for mark in marks]
@@ -99,9 +100,13 @@ class AclHost(Host):
             return
         end = None if timeout_s is None else time.monotonic() + timeout_s
         record: Record = mark.position
-        _hold(record.ready, end)
         device = self._device
-        cann = device._cann
+        while record.ready.pending and (end is None or time.monotonic() < end):
+            next_look = time.monotonic() + LONG_S
+            _hold(record.ready, next_look if end is None else min(end, next_look))
+            if record.ready.pending:
+                device._bind()
+                self._look_at_held(set())
         while mark.pending:
             if end is not None and time.monotonic() >= end:
                 raise StreamError(
@@ -116,18 +121,12 @@ class AclHost(Host):
                 continue  # a mark that resolves in this moment
             left = SLICE_MS if end is None else 1e3 * (end - time.monotonic())
             try:
-                if cann.has("aclrtSynchronizeEventWithTimeout"):
-                    slice_ms = max(1, min(SLICE_MS, int(left)))
-                    cann.aclrtSynchronizeEventWithTimeout(record.handle, slice_ms)
+                if record.happens_within(max(1, min(SLICE_MS, int(left)))):
+                    record.confirm()
                 else:
-                    cann.aclrtSynchronizeEvent(record.handle)
-            except KVCoreError as error:
-                if error.code not in TIMEOUTS:
-                    record.stream._lose(error)
-                elif not record.look():
                     record.stream._look_for_failure(set())
-            else:
-                record.confirm()
+            except KVCoreError as error:
+                record.stream._lose(error)
 
     def block_for_bytes(self, mark: Mark) -> None:
         """The same; there is no model."""
@@ -137,10 +136,11 @@ class AclHost(Host):
         """Whether the host, asking now, finds the mark reached."""
         if mark.pending:
             record: Record = mark.position
-            if record.handle:
-                self._device._bind()
-                if not record.look():
-                    record.stream._look_for_failure(set(), polling=True)
+            self._device._bind()
+            if not record.handle:
+                self._look_at_held(set(), polling=True)
+            elif not record.look():
+                record.stream._look_for_failure(set(), polling=True)
         return not mark.pending
 
     # -- rings
@@ -150,7 +150,7 @@ class AclHost(Host):
         device = self._device
         device._bind()
         rung = promise(None)
-        if all([record.look() for record in records]):
+        if all(record.look() for record in records):
             settle(device._executor, rung)
             return rung
         records = [record for record in records if record.mark is not None]
@@ -226,11 +226,21 @@ class AclHost(Host):
         for record in records:
             try:
                 self._device._bind()
-                if not record.look():
+                if not record.handle:
+                    self._look_at_held(seen)
+                elif not record.look():
                     record.stream._look_for_failure(seen)
             except BaseException as error:  # whoever waits must hear of it, whatever it is
                 record.stream._lose(error)
         return not watched.rung.pending
+
+    def _look_at_held(self, seen: set[AclStream], *, polling: bool = False) -> None:
+        """A record waits in its queue, so somewhere a queue waits for a host function.
+
+        Behind a failure of the hardware, that will not come.
+        """
+        for stream in list(self._device._held):
+            stream._look_for_failure(seen, polling=polling)
 
     # -- the end
 
@@ -242,9 +252,7 @@ class AclHost(Host):
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        for number in self._calls.values():
-            hostcalls.forget(number)  # behind a failure, a ring does not ring
-        self._calls.clear()
+        self._calls.clear()  # behind a failure, a ring does not ring
 
     def abandon(self) -> None:
         """In a forked child: neither the tasks nor the watch are here."""

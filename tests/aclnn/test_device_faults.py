@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong on an NPU: typed errors, nobody waits for ever, nothing is given back twice."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from device_fixtures import anyio_backend, npu
+from double.direct import Double
+
+import kvcore
+from kvcore.errors import KVCoreError
+
+__all__ = ["anyio_backend", "npu"]
+
+VECTOR_CORE = 507035
+
+
+def work(dev: kvcore.Device) -> tuple[kvcore.Stream, kvcore.Buffer, kvcore.Buffer]:
+    return dev.stream("s"), dev.empty(64), dev.empty_host(64)
+
+
+async def awaited(thing: Any) -> None:
+    await thing.synchronize()
+
+
+async def blocked(thing: Any) -> None:
+    thing.synchronize_blocking()
+
+
+async def polled(thing: Any) -> None:
+    while not thing.query():
+        pass
+
+
+WAITS = {"await": awaited, "block": blocked, "poll": polled}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("stays", [False, True])
+async def test_an_asynchronous_failure(npu: Double, wait: str, stays: bool) -> None:
+    """It shows at the next synchronise; what is behind it fails, what was before it is whole."""
+    npu.runtime.kvdouble_poison(stays)
+    async with kvcore.Device(backend="aclnn") as dev:
+        stream, there, host = work(dev)
+        dependent, free = dev.stream("d"), dev.stream("f")
+        stream.fill(there, 0)
+        before = stream.record_event()
+        npu.fail_async("aclrtMemcpyAsync", 1, VECTOR_CORE)
+        stream.copy(there, host)
+        after = stream.record_event()
+        dependent.wait_event(after)
+        dependent.fill(there, 0)
+        free.fill(dev.empty(4), 0)
+        await WAITS[wait](before)
+        for who in (dependent, stream):
+            with pytest.raises(kvcore.StreamError, match=r"copy on stream 's' failed") as told:
+                await WAITS[wait](who)
+            assert isinstance(told.value.__cause__, kvcore.StreamError)
+            assert told.value.__cause__.code == VECTOR_CORE
+            await WAITS[wait](who)
+        with pytest.raises(kvcore.StreamError, match=r"^event recorded on stream 's'"):
+            after.synchronize_blocking()
+        await WAITS[wait](free)
+        npu.runtime.kvdouble_poison(False)
+        stream.fill(there, 2)
+        stream.copy(host, there)
+        await WAITS[wait](stream)
+        assert (host.numpy() == 2).all()
+
+
+@pytest.mark.parametrize("wait", WAITS)
+async def test_a_failure_behind_which_nothing_runs(npu: Double, wait: str) -> None:
+    """Neither events nor host functions come behind a fault: the wait must end all the same."""
+    async with kvcore.Device(backend="aclnn") as dev:
+        stream, there, host = work(dev)
+        npu.fail_async("aclrtMemcpyAsync", 1, VECTOR_CORE)
+        ran: list[int] = []
+        stream.copy(there, host)
+        stream.call(ran.append, 1)
+        stream.copy(host, there)
+        with pytest.raises(kvcore.StreamError, match="on stream 's' failed"):
+            await WAITS[wait](stream)
+        assert ran == []
+        await WAITS[wait](stream)
+
+
+async def test_a_failure_nobody_saw(npu: Double) -> None:
+    with pytest.raises(kvcore.StreamError, match="copy failed and nobody was told"):  # noqa: PT012
+        async with kvcore.Device(backend="aclnn") as dev:
+            stream, there, host = work(dev)
+            npu.fail_async("aclrtMemcpyAsync", 1, VECTOR_CORE)
+            stream.copy(there, host)
+
+
+LAUNCHES: dict[str, tuple[str, Callable[[Any, Any, Any], object]]] = {
+    "copy": ("aclrtMemcpyAsync", lambda s, d, h: s.copy(d, h)),
+    "fill": ("aclrtMemsetAsync", lambda s, d, h: s.fill(d, 0)),
+    "call": ("aclrtLaunchHostFunc", lambda s, d, h: s.call(int)),
+    "thread": ("aclrtSetDevice", lambda s, d, h: s.copy(d, h)),
+}
+
+
+@pytest.mark.parametrize("what", LAUNCHES)
+async def test_a_launch_that_acl_refuses(npu: Double, what: str) -> None:
+    async with kvcore.Device(backend="aclnn", workers=1) as dev:
+        stream, there, host = work(dev)
+        symbol, act = LAUNCHES[what]
+        npu.fail(symbol, 1, 107002)
+        act(stream, there, host)
+        with pytest.raises(kvcore.StreamError, match=f"{symbol}: expected status 0, got 107002"):
+            await stream.synchronize()
+        act(stream, there, host)
+        await stream.synchronize()
+
+
+async def test_records_and_waits_that_acl_refuses(npu: Double) -> None:
+    async with kvcore.Device(backend="aclnn") as dev:
+        stream, there, _ = work(dev)
+        other = dev.stream("o")
+        stream.fill(there, 0)
+        npu.fail("aclrtRecordEvent", 1, 107003)
+        event = stream.record_event()
+        with pytest.raises(kvcore.StreamError, match="record_event on stream 's' failed"):
+            await event.synchronize()
+        with pytest.raises(kvcore.StreamError, match="107003"):
+            await stream.synchronize()
+        stream.fill(there, 0)
+        npu.fail("aclrtStreamWaitEvent", 1, 107003)
+        other.wait_stream(stream)
+        with pytest.raises(kvcore.StreamError, match="wait_event on stream 'o' failed"):
+            other.synchronize_blocking()
+        await dev.synchronize()
+
+
+async def test_a_ring_that_acl_refuses(npu: Double) -> None:
+    """The watch sees what no ring tells."""
+    async with kvcore.Device(backend="aclnn") as dev:
+        stream, there, _ = work(dev)
+        stream.fill(there, 0)
+        npu.fail("aclrtLaunchHostFunc", 0, 207005)
+        await stream.synchronize()
+        stream.fill(there, 0)
+        npu.fail("aclrtCreateStreamWithConfig", 0, 207008)
+        await stream.synchronize()
+        with pytest.raises(kvcore.StreamError, match="207008"):
+            dev.stream()
+        npu.runtime.kvdouble_fail_never()
+        await dev.stream().synchronize()
+
+
+async def test_a_host_function_that_fails(npu: Double) -> None:
+    """Nothing behind it reaches the device."""
+    async with kvcore.Device(backend="aclnn") as dev:
+        stream, there, host = work(dev)
+        other = dev.stream("o")
+        stream.fill(there, 3)
+        stream.copy(host, there)
+        await stream.synchronize()
+        stream.call(lambda: 1 / 0)
+        stream.fill(there, 4)
+        other.wait_stream(stream)
+        other.copy(host, there)
+        for who in (other, stream):
+            with pytest.raises(kvcore.StreamError, match="ZeroDivisionError"):
+                await who.synchronize()
+        stream.copy(host, there)
+        await stream.synchronize()
+        assert (host.numpy() == 3).all()
+
+
+def test_out_of_device_memory(npu: Double) -> None:
+    npu.runtime.kvdouble_capacity(1 << 20)
+    with kvcore.Device(backend="aclnn") as dev:
+        assert dev.memory().capacity == 1 << 20
+        half = dev.empty(1 << 19, "uint8")
+        with pytest.raises(kvcore.DeviceOutOfMemoryError, match=r"^device memory: ") as told:
+            dev.empty(600_000, "uint8")
+        assert told.value.wanted == 600_000
+        assert told.value.free is not None
+        assert told.value.free < 600_000
+        assert told.value.total == 1 << 20
+        assert dev.memory().used == 1 << 19
+        stream = dev.stream()
+        stream.fill(half, 0)
+        half.free()
+        assert dev.memory().used == 0
+        # the bytes are held by work that is done: they are found when they are needed
+        assert dev.empty(900_000, "uint8").nbytes == 900_000
+
+
+@pytest.mark.parametrize("code", [207001, 207018, 200000])
+def test_memory_that_cann_refuses(npu: Double, code: int) -> None:
+    makers: dict[str, Callable[[Any], Any]] = {
+        "aclrtMalloc": lambda dev: dev.empty(8),
+        "aclrtMallocHost": lambda dev: dev.empty_host(8),
+        "aclrtMallocHostWithCfg": lambda dev: dev.empty_swapped(8),
+    }
+    with kvcore.Device(backend="aclnn") as dev:
+        for symbol, make in makers.items():
+            npu.fail(symbol, 0, code)
+            with pytest.raises(kvcore.DeviceOutOfMemoryError) as told:
+                make(dev)
+            assert told.value.code == code
+            npu.runtime.kvdouble_fail_never()
+            make(dev).free()
+        for space in ("device", "host", "swapped"):
+            info = dev.memory(space)
+            assert info.used == 0
+            assert info.allocations == info.frees
+
+
+def test_swapped_memory_that_cannot_be_registered(npu: Double) -> None:
+    with kvcore.Device(backend="aclnn") as dev:
+        npu.fail("aclrtHostRegister", 0, 207000)
+        npu.fail("aclrtHostRegisterV2", 0, 207000)
+        with pytest.raises(kvcore.BackendUnavailableError, match="207000"):
+            dev.empty_swapped(8)
+        assert npu.live("host_memory") == 0
+        assert dev.memory("swapped").used == 0
+
+
+async def test_another_party_finalises(npu: Double) -> None:
+    """Typed errors, no wait that lasts, and nothing is given back a second time."""
+    dev = kvcore.Device(backend="aclnn")
+    with pytest.raises(KVCoreError):  # noqa: PT012  (whichever call is first)
+        async with dev:
+            stream, there, host = work(dev)
+            stream.fill(there, 0)
+            await stream.synchronize()
+            npu.runtime.kvdouble_foreign_finalize()
+            stream.copy(there, host)
+            with pytest.raises(kvcore.StreamError):
+                await stream.synchronize()
+            dev.empty(4)
+    del stream, there, host, dev
+    gc.collect()
+    npu.reset()  # what the other party took away, nobody can give back
+
+
+async def test_faults_while_closing(npu: Double) -> None:
+    for symbol in ("aclrtDestroyStream", "aclrtDestroyEvent", "aclrtFree", "aclrtFreeHost"):
+        with pytest.raises(kvcore.StreamError, match=f"^device: .* {symbol}: "):  # noqa: PT012
+            async with kvcore.Device(backend="aclnn") as dev:
+                stream, there, host = work(dev)
+                stream.copy(host, there)
+                stream.record_event()
+                npu.fail(symbol, 1, 500003)
+        del dev, stream, there, host
+        gc.collect()
+
+
+def test_a_thread_that_never_saw_the_device(npu: Double) -> None:
+    with kvcore.Device(backend="aclnn") as dev:
+        errors: list[BaseException] = []
+
+        def program() -> None:
+            try:
+                stream, there, host = work(dev)
+                stream.copy(there, host)
+                stream.synchronize_blocking()
+                dev.empty(8).free()
+                assert stream.record_event().query() in (True, False)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=program) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+
+
+async def program(dev: kvcore.Device, seed: int) -> None:
+    """Many things in an order that the seed decides; errors of the library are expected."""
+    draw = random.Random(seed)
+    streams = [dev.stream() for _ in range(3)]
+    events = [dev.event() for _ in range(3)]
+    host = [dev.empty_host(256) for _ in range(2)]
+    device = [dev.empty(256) for _ in range(2)]
+    plain = np.zeros(256, np.float32)
+    for _ in range(40):
+        stream, event = draw.choice(streams), draw.choice(events)
+        a, b = draw.choice(host), draw.choice(device)
+        acts: list[Callable[[], Any]] = [
+            lambda s=stream, a=a, b=b: s.copy(b, a),
+            lambda s=stream, a=a, b=b: s.copy(a, b),
+            lambda s=stream, b=b: s.copy(plain, b),
+            lambda s=stream, b=b: s.fill(b, 1.5),
+            lambda s=stream: s.call(len, ()),
+            lambda s=stream, e=event: e.record(s),
+            lambda s=stream, e=event: s.wait_event(e),
+            lambda e=event: e.query(),
+            lambda s=stream: s.synchronize_blocking(50),
+            lambda: dev.empty(64).free(),
+            lambda: dev.empty_swapped(64),
+        ]
+        try:
+            if draw.random() < 0.15:
+                await stream.synchronize()
+            else:
+                draw.choice(acts)()
+        except KVCoreError:
+            pass
+
+
+@pytest.mark.parametrize("per_million", [2_000, 30_000, 200_000])
+async def test_random_faults(npu: Double, per_million: int) -> None:
+    """Whatever call or task fails: typed errors, an end, and no handle left."""
+    for seed in range(6):
+        npu.runtime.kvdouble_fail_at_random(seed, per_million)
+        try:
+            with anyio.fail_after(20):
+                async with kvcore.Device(backend="aclnn") as dev:
+                    await program(dev, seed)
+        except KVCoreError:
+            pass
+        finally:
+            npu.runtime.kvdouble_fail_never()
+        gc.collect()
