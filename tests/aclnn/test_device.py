@@ -134,28 +134,32 @@ def test_a_child_may_use_nothing(cann: build.Installation) -> None:
     assert run(cann, act).split() == ["True"] * 3
 
 
+WITHOUT = """
+    import anyio
+    host, side = dev.empty_swapped(4), dev.stream()
+    stream.copy_batch([host[1:2], host[3:]], [buffer[:1], buffer[3:]])
+    side.wait_stream(stream)
+    side.copy(host, buffer)
+    side.synchronize_blocking()
+    stream.copy(buffer, host)
+    anyio.run(stream.synchronize)
+    print("not in this CANN, and not needed")
+"""
+
 MISSING: dict[str, tuple[tuple[str, ...], str]] = {
     "graphs": (
         ("aclmdlRICaptureBegin",),
         "try: dev.capture(stream).__enter__()\n"
         "    except kvcore.BackendUnavailableError as e: print(e)",
     ),
-    "newer functions": (
-        (
-            "aclFinalizeReference",
-            "aclrtMallocHostWithCfg",
-            "aclrtHostRegisterV2",
-            "aclrtMemcpyBatchAsync",
-            "aclrtSynchronizeEventWithTimeout",
-            "aclrtSynchronizeStreamWithTimeout",
-            "aclrtSetStreamFailureMode",
-            "aclrtStreamAbort",
-            "aclrtDestroyStreamForce",
-        ),
-        "host = dev.empty_swapped(4); stream.copy_batch([host[1:]], [buffer[:3]])\n"
-        "    stream.wait_stream(dev.stream()); stream.synchronize_blocking()\n"
-        "    import anyio; stream.copy(host, buffer); anyio.run(stream.synchronize)\n"
-        "    print('not in this CANN, and not needed')",
+    "waits": (
+        ("aclrtSynchronizeEventWithTimeout", "aclrtSynchronizeStreamWithTimeout"),
+        WITHOUT,
+    ),
+    "memory": (("aclrtMallocHostWithCfg", "aclrtMemcpyBatchAsync"), WITHOUT),
+    "streams": (
+        ("aclrtSetStreamFailureMode", "aclrtStreamAbort", "aclrtDestroyStreamForce"),
+        WITHOUT,
     ),
 }
 
@@ -312,7 +316,7 @@ async def test_what_a_graph_of_the_npu_refuses(npu: Double) -> None:
     [
         "aclmdlRICaptureBegin",
         "aclmdlRICaptureEnd",
-        "aclrtMemsetAsync",
+        "aclrtMemcpyAsync",
         "aclrtCreateStreamWithConfig",
     ],
 )
@@ -320,7 +324,7 @@ async def test_a_capture_that_cann_refuses(npu: Double, symbol: str) -> None:
     async with kvcore.Device(backend="aclnn") as dev:
         stream, _, there, host = graphs(dev)
         npu.fail(symbol, 1, 107030)
-        with pytest.raises(kvcore.CaptureError):  # noqa: PT012
+        with pytest.raises(kvcore.CaptureError):
             async with dev.capture(stream) as graph:
                 stream.fill(there, 3)
         with pytest.raises(kvcore.CaptureError):
@@ -330,4 +334,4 @@ async def test_a_capture_that_cann_refuses(npu: Double, symbol: str) -> None:
         graph.replay(stream)
         stream.copy(host, there)
         await stream.synchronize()
-        assert host.numpy()[0] == 0x03030303 or host.numpy()[0] == 3
+        assert (host.numpy() == 3).all()
