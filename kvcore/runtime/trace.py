@@ -216,7 +216,7 @@ class Trace:
         for resource in (H2D, D2H):
             steps: dict[float, list[float]] = {}
             for link, start, end, nbytes in self._links:
-                if link == resource and end > start:
+                if link == resource and end > start and nbytes:
                     rate = nbytes / (end - start)
                     steps.setdefault(start, []).append(rate)
                     steps.setdefault(end, []).append(-rate)
