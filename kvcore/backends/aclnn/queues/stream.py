@@ -115,6 +115,7 @@ class AclStream(Stream):
         #: A mark behind everything launched here, or None.
         self._tail: Mark | None = None
         self._next_look = 0.0
+        self._stuck_at: Record | None = None
         #: Others put work on the handle too: an empty flight says nothing.
         self.shared = False
 
@@ -371,6 +372,7 @@ class AclStream(Stream):
 
     def _passed(self, record: Record) -> None:
         """The hardware is past a record: everything before it is done."""
+        self._stuck_at = None
         gone = []
         with self._flight_lock:
             while record.in_flight and self._flight:
@@ -459,6 +461,11 @@ class AclStream(Stream):
             # One after the other, so that what was reached before a fault is found whole.
             for record in self._own_records():
                 if not record.happens_within(GLANCE_MS):
+                    if self._stuck_at is not record:
+                        # It may be on its way, and a fault behind it must not be taken for one
+                        # before it: only who is stuck for a second look is asked as a whole.
+                        self._stuck_at = record
+                        return
                     break
                 record.confirm()
             self._synchronize_briefly()
@@ -484,6 +491,7 @@ class AclStream(Stream):
                 if isinstance(item, Record):
                     item.in_flight = False
         self.device._failed = True
+        self._stuck_at = None
         if handle:
             self.device._handles.discard(handle)
         for item in items:
