@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -13,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from kvcore import backends, dtypes, soc, threads
+from kvcore import isa as isa_settings
 from kvcore._core import adopt
-from kvcore._kernels import isa
-from kvcore.errors import ParamInvalidError
+from kvcore._kernels import isa, parallel
+from kvcore.errors import KVCoreError, ParamInvalidError, fail
 
-__all__ = ["info"]
+__all__ = ["info", "unusable_settings"]
 
 
 def _version(package: str) -> str | None:
@@ -51,6 +53,25 @@ def _soc_name() -> str | None:
     return None if current is None else current.name
 
 
+def _backend_name() -> str | None:
+    name = os.environ.get("KVCORE_BACKEND", "").strip()
+    if name and name not in backends.names():
+        fail("KVCORE_BACKEND", "one of " + ", ".join(backends.names()), repr(name))
+    return name or None
+
+
+def unusable_settings() -> list[str]:
+    """What is wrong with the values of KVCORE_... variables, a sentence each."""
+    readers = (isa_settings.require, threads.get_num_threads, _soc_name, _backend_name)
+    faults = []
+    for read in readers:
+        try:
+            read()
+        except KVCoreError as error:
+            faults.append(str(error))
+    return faults
+
+
 def _has_details(name: str) -> bool:
     return hasattr(backends.get(name), "details")
 
@@ -68,7 +89,8 @@ def info() -> dict[str, Any]:
     (of backends that have any: libraries looked for, device, operators), dtypes, packages.
 
     Takes milliseconds; it asks each backend whether it can run here.
-    A setting that the environment gives a value it cannot have is the sentence that says so.
+    A setting that the environment gives a value it cannot have is the sentence that says so;
+    unusable_settings lists all of these.
     """
     import kvcore
 
@@ -76,6 +98,7 @@ def info() -> dict[str, Any]:
         "version": kvcore.__version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
+        "unusable_settings": unusable_settings(),
         "cpu": {
             "machine": platform.machine(),
             "usable_cores": threads.usable_cores(),
@@ -85,6 +108,7 @@ def info() -> dict[str, Any]:
         },
         "threads": {
             "num_threads": _setting(threads.get_num_threads) or "automatic",
+            "parallel_bytes": parallel.parallel_bytes(),
             "environment": threads.ENVIRONMENT,
         },
         "soc": _setting(_soc_name),

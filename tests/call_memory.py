@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import kvcore
-from kvcore._kernels import isa
+from kvcore._kernels import isa, parallel
 
 TOKENS = 24576
 counter = ctypes.CDLL(None)
@@ -128,6 +128,7 @@ def cases() -> dict[str, Callable[[int], Any]]:
 
 def main() -> None:
     found = {}
+    parallel.set_parallel_bytes(0)
     for name, call in cases().items():
         for stream_bytes in (0, 1 << 40):
             isa.set_stream_bytes(stream_bytes)

@@ -7,6 +7,11 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+from kvcore._kernels import parallel
+
+# Tests are small: where they ask for threads, they shall get them.
+parallel.set_parallel_bytes(0)
+
 # A shared machine says nothing about time, so there is no deadline.
 settings.register_profile(
     "default",

@@ -158,3 +158,17 @@ def test_the_installed_script_is_this_program() -> None:
         pytest.skip("kvcore is not installed in this environment")
     done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"kvcore {kvcore.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [["info"], ["info", "--json"], ["bench", "norm-1"]])
+@pytest.mark.parametrize("variable", ["ISA", "STREAM_BYTES", "NUM_THREADS", "SOC", "BACKEND"])
+def test_a_setting_that_means_nothing(variable: str, command: list[str]) -> None:
+    environment = {**os.environ, f"KVCORE_{variable}": "zz"}
+    done = subprocess.run(
+        [*PROGRAM, *command], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"kvcore {command[0]}: KVCORE_{variable}: expected ")
+    assert "zz'" in line
+    assert bool(done.stdout) == (command[0] == "info")

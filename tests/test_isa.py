@@ -143,9 +143,16 @@ def test_the_variable_selects(name: str) -> None:
     assert run_python(code, KVCORE_ISA=name).stdout.strip() == name
 
 
-def test_the_border_comes_from_its_variable() -> None:
-    code = "import kvcore; print(kvcore.info()['cpu']['stream_bytes'])"
-    assert run_python(code, KVCORE_STREAM_BYTES="12345").stdout.strip() == "12345"
+@pytest.mark.parametrize(
+    ("variable", "shown"),
+    [
+        ("KVCORE_STREAM_BYTES", "['cpu']['stream_bytes']"),
+        ("KVCORE_PARALLEL_BYTES", "['threads']['parallel_bytes']"),
+    ],
+)
+def test_a_border_comes_from_its_variable(variable: str, shown: str) -> None:
+    code = f"import kvcore; print(kvcore.info(){shown})"
+    assert run_python(code, **{variable: "12345"}).stdout.strip() == "12345"
 
 
 @pytest.mark.parametrize(
@@ -156,10 +163,15 @@ def test_the_border_comes_from_its_variable() -> None:
         ("KVCORE_STREAM_BYTES", "-1"),
         ("KVCORE_STREAM_BYTES", "many"),
         ("KVCORE_STREAM_BYTES", str(1 << 70)),
+        ("KVCORE_STREAM_BYTES", "9" * 5000),
+        ("KVCORE_PARALLEL_BYTES", "1.5"),
     ],
 )
 def test_nonsense_is_refused_with_what_is_allowed(variable: str, value: str) -> None:
-    done = run_python("import kvcore", **{variable: value})
+    # The import survives it: kvcore.info() and the command line shall be able to say it.
+    code = "import kvcore; assert {0!r} in kvcore.info()['unusable_settings'][0]; {1}"
+    call = "kvcore.reshape_and_cache(None, None, None, None, None)"
+    done = run_python(code.format(variable, call), **{variable: value})
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("kvcore.errors.ParamInvalidError")

@@ -116,6 +116,47 @@ def test_large_work_takes_threads_by_itself() -> None:
         assert cache.tobytes() == want.tobytes()
 
 
+WORKERS = """
+import numpy as np, kvcore
+from kvcore._kernels import parallel
+size = parallel.parallel_bytes() // 2
+for bytes_moved in (2 * size - 4, 2 * size):
+    key = np.ones((bytes_moved // 4, 1, 2), np.uint16)
+    cache = np.zeros((len(key), 1, 1, 2), np.uint16)
+    kvcore.scatter_pa_cache(key, cache, np.arange(len(key)), num_threads=3)
+    assert cache.all()
+    print(parallel.num_workers())
+"""
+
+
+def test_small_work_stays_on_the_caller() -> None:
+    # In a process of its own: here the border is 0, so that small tests get their threads.
+    assert parallel.parallel_bytes() == 0
+    done = subprocess.run(
+        [sys.executable, "-c", WORKERS], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["0", "2"]
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 62, True, 1.5, "1"])
+def test_the_border_is_a_number_of_bytes(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="expected a number of bytes"):
+        parallel.set_parallel_bytes(wrong)
+    assert parallel.parallel_bytes() == 0
+
+
+def test_many_threads_and_few_pieces() -> None:
+    # Workers still on their way to the last call are not woken again; the caller does without.
+    rng = np.random.default_rng(4)
+    given = call("norm", rng.permutation(128)[:40], rng)
+    want = oracle.run("scatter_pa_kv_cache", given).outputs["key_cache"].tobytes()
+    plan = kvcore.plan_scatter_pa_kv_cache(**given, num_threads=64)
+    for _ in range(500):
+        given["key_cache"][...] = 0
+        plan.run()
+        assert given["key_cache"].tobytes() == want
+
+
 # ---------------------------------------------------------------- many callers
 
 

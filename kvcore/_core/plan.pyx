@@ -19,10 +19,11 @@ from libc.string cimport memcpy, strncmp
 
 import numpy
 
-from kvcore import soc as _soc, threads as _threads
+from kvcore import isa as _isa, soc as _soc, threads as _threads
 from kvcore._core import overlap, portability, settings
 from kvcore._core.arrays cimport CHANGED, FOREIGN, ON_DEVICE, View, compare, info_of, read_view
 from kvcore._core.spans cimport one_range
+from kvcore._kernels.parallel cimport parallel_threshold
 from kvcore.errors import ParamInvalidError, StreamError
 
 cdef extern from "unistd.h":
@@ -32,7 +33,7 @@ cdef enum:
     MAX_SPECS = 4096       # signatures remembered by one operator
     HEAD_BYTES = 16
     MAX_DISJOINT = 128     # distances remembered by one spec
-    PARALLEL_BYTES = 262144  # below it a second thread costs more than it moves
+    AUTOMATIC_BYTES = 262144  # below it a second thread always costs more than it gains
 
 cdef enum:  # Plan.state
     IDLE
@@ -186,9 +187,12 @@ cdef class Plan:
         return self.scratch
 
     cdef int threads_for(self, int64_t nbytes) except -1:
+        # num_threads is what the call may use at most.
+        if nbytes < parallel_threshold():
+            return 1
         if self.num_threads > 0:
             return self.num_threads
-        if nbytes < PARALLEL_BYTES:
+        if nbytes < AUTOMATIC_BYTES:  # where the border was moved
             return 1
         count = _threads.default_threads()
         return count if count > 0 else usable_cores
@@ -384,6 +388,8 @@ cdef class Operator:
                 on_device |= plan.views[i].flags & ON_DEVICE
             # The signature does not hold the name of a dtype outside the table.
             outside |= plan.views[i].dtype < 0 and plan.views[i].rank >= 0
+        if environment:
+            _isa.require()
         if soc is not None:
             soc = _soc.resolve(soc)
         else:

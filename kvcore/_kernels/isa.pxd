@@ -28,4 +28,5 @@ cdef extern from "isa.h" nogil:
 
 cdef const kv_isa* active() noexcept nogil
 cdef const kv_isa* portable() noexcept nogil
+cdef int64_t second_level_bytes() noexcept nogil
 cdef int64_t streaming_threshold() noexcept nogil

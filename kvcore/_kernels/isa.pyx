@@ -25,7 +25,7 @@ cdef extern from *:
     #endif
     }
     """
-    long kv_second_level_bytes()
+    long kv_second_level_bytes() nogil
 
 cdef const kv_isa* chosen = NULL
 cdef int64_t threshold = 0
@@ -37,6 +37,11 @@ cdef const kv_isa* active() noexcept nogil:
 
 cdef const kv_isa* portable() noexcept nogil:
     return &kv_isas[KV_N_ISAS - 1]
+
+
+cdef int64_t second_level_bytes() noexcept nogil:
+    cdef int64_t count = kv_second_level_bytes()
+    return count if count > 0 else 1 << 20
 
 
 cdef int64_t streaming_threshold() noexcept nogil:
@@ -73,9 +78,7 @@ def set_stream_bytes(count=None):
     """Move the border between ordinary and streaming stores; None is the default again."""
     global threshold
     if count is None:
-        count = kv_second_level_bytes()
-        if count <= 0:
-            count = 1 << 20
+        count = second_level_bytes()
     elif isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 1 << 62:
         raise ValueError(f"expected a number of bytes from 0 to 2**62, got {count!r}")
     threshold = count

@@ -7,6 +7,11 @@
  * system has not scheduled yet costs nothing.  The caller waits only for chunks that a worker is
  * executing.  Any number of threads may call at once; they share the workers.
  *
+ * A worker that loses its core in the middle of a chunk holds its caller up until the system lets
+ * it run again; nobody else may write those bytes meanwhile.  So what little work there is stays on
+ * the caller (parallel_bytes() in parallel.pyx), chunks are small, and a worker that was woken and
+ * has not run since is not woken again.
+ *
  * Fork: the pool's lock is held across fork() and the child starts with no workers, so a child
  * can call everything; it grows workers of its own when it first needs them.
  */
@@ -37,8 +42,10 @@ static struct {
     pthread_mutex_t lock;
     pthread_cond_t work;
     kv_job *jobs;
-    int workers, idle;
-} kv_pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0};
+    int workers;
+    int idle;   /* wait for work                              */
+    int waking; /* of these: were signalled and have not run  */
+} kv_pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0, 0};
 
 static void kv_fork_prepare(void) { pthread_mutex_lock(&kv_pool.lock); }
 static void kv_fork_parent(void) { pthread_mutex_unlock(&kv_pool.lock); }
@@ -47,7 +54,7 @@ static void kv_fork_child(void)
     pthread_mutex_init(&kv_pool.lock, NULL);
     pthread_cond_init(&kv_pool.work, NULL);
     kv_pool.jobs = NULL;
-    kv_pool.workers = kv_pool.idle = 0;
+    kv_pool.workers = kv_pool.idle = kv_pool.waking = 0;
 }
 
 static inline void kv_take_chunks(kv_job *job)
@@ -73,6 +80,8 @@ static void *kv_worker(void *unused)
             kv_pool.idle++;
             pthread_cond_wait(&kv_pool.work, &kv_pool.lock);
             kv_pool.idle--;
+            if (kv_pool.waking > 0)
+                kv_pool.waking--;
             continue;
         }
         job->wanted--;
@@ -129,11 +138,9 @@ static void kv_parallel_run(kv_body body, void *context, int64_t n_chunks, int n
     if (job.down)
         job.down->up = &job;
     kv_pool.jobs = &job;
-    if (kv_pool.idle > 0) {
-        if (n_threads == 2)
-            pthread_cond_signal(&kv_pool.work);
-        else
-            pthread_cond_broadcast(&kv_pool.work);
+    for (int i = 1; i < n_threads && kv_pool.waking < kv_pool.idle; i++) {
+        kv_pool.waking++;
+        pthread_cond_signal(&kv_pool.work);
     }
     pthread_mutex_unlock(&kv_pool.lock);
 

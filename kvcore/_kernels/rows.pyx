@@ -38,6 +38,11 @@ cdef enum:
 cdef enum:
     AHEAD = 2
 
+# What several threads take at a time: a thread that loses its core holds no more than this.
+cdef enum:
+    PIECE_BYTES = 262144
+    LEAST_TOKENS = 32
+
 cdef enum:
     INT32_LIMIT = 2147483647
 
@@ -317,7 +322,7 @@ cdef int32_t* order_for(rows_job* job) noexcept nogil:
 cdef void run_rows(rows_job* job, int n_threads, bint repeats) noexcept nogil:
     """repeats: whether a slot may occur twice; matters with several threads only."""
     cdef int lane
-    cdef int64_t chunks, total = 0
+    cdef int64_t chunks, most, total = 0
     cdef int32_t* order
     for lane in range(job.n_lanes):
         total += job.lanes[lane].token_bytes * job.n_tokens
@@ -336,6 +341,11 @@ cdef void run_rows(rows_job* job, int n_threads, bint repeats) noexcept nogil:
         job.chunk_tokens = (job.n_ordered + chunks - 1) // chunks
         if job.chunk_tokens < 1:
             job.chunk_tokens = 1
+        most = LEAST_TOKENS
+        if total // job.n_tokens * LEAST_TOKENS < PIECE_BYTES:
+            most = PIECE_BYTES // (total // job.n_tokens + 1)
+        if job.chunk_tokens > most:
+            job.chunk_tokens = most
         run_chunks(
             unordered_chunk,
             job,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import kvcore
+from kvcore.about import unusable_settings
 from kvcore.cli import commands, status
 from kvcore.cli.parser import Parser
 from kvcore.errors import KVCoreError
@@ -51,6 +52,11 @@ def _run(arguments: Sequence[str] | None) -> int:
         namespace = build_parser().parse_all(arguments)
     except SystemExit as end:  # argparse has printed help, the version or what is wrong
         return end.code if isinstance(end.code, int) else status.USAGE
+    faults = unusable_settings()
+    for fault in faults:
+        _complain(namespace, fault)
+    if faults and not getattr(namespace, "shows_settings", False):
+        return status.USAGE
     try:
         code: int = namespace.run(namespace)
     except BrokenPipeError:
@@ -62,7 +68,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except (KVCoreError, MemoryError) as error:
         _complain(namespace, str(error) or "more memory was asked for than there is")
         return status.USAGE
-    return code
+    return status.USAGE if faults else code
 
 
 def _complain(namespace: Namespace, message: str) -> None:

@@ -306,7 +306,7 @@ def gather_pa_kv_cache(
                   column seq_offset // bs, the remainder is dropped as on the hardware.
     dtype, value_dtype: names of the types of raw unsigned arrays.
     soc:          "A2", "A3" or "950": apply that hardware's documented limits too.
-    num_threads:  None for one thread per core on large work, one on small.
+    num_threads:  threads to use at most; None for one per core. Small work stays on the caller.
 
     Everything is checked before the first byte is written: ParamNullError or ParamInvalidError
     for a needed column past the table or block outside the cache, lengths that are negative or

@@ -367,7 +367,8 @@ def gather_selection_kv_cache(
                         and read, blocks swapped, bytes_read and bytes_moved.
     dtype:              name of the type of raw unsigned arrays.
     soc:                "A2" or "A3": apply that hardware's documented limits too.
-    num_threads:        None for one thread per core on large work, one on small.
+    num_threads:        threads to use at most; None for one per core. Small work stays on the
+                        caller.
 
     A wanted block that the row holds stays or is moved; one that it does not hold, or that the
     newest q tokens reach into, is read from the full cache: exactly that many bytes. Place p of

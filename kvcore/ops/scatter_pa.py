@@ -140,7 +140,7 @@ def scatter_pa_kv_cache(
                   docs/operators.md.
     dtype, value_dtype: names of the types of raw unsigned arrays ("bfloat16", "float4_e2m1", ...).
     soc:          "A2", "A3" or "950": apply that hardware's documented limits too.
-    num_threads:  None for one thread per core on large work, one on small.
+    num_threads:  threads to use at most; None for one per core. Small work stays on the caller.
 
     Everything is checked before the first byte is written. Raises ParamNullError,
     ParamInvalidError, or SlotRangeError for a slot that is not below nb * bs.

@@ -24,7 +24,8 @@ def register(subparsers: Subparsers[Parser]) -> None:
         "found, and why a backend is not usable.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run, parser=parser)
+    # It still says what is in force where a setting cannot be used.
+    parser.set_defaults(run=run, parser=parser, shows_settings=True)
 
 
 def run(namespace: argparse.Namespace) -> int:
