@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from double import build
-from double.direct import Double
+from double.direct import Double, load
 
 
 def test_compiled_once(cann_folder: Path, cann: build.Installation) -> None:
@@ -31,9 +31,9 @@ def test_one_set_of_libraries(cann_folder: Path, umbrella: bool, split: bool) ->
 
 
 def test_symbols_are_where_they_belong(cann: build.Installation) -> None:
-    runtime = ctypes.CDLL(str(cann.lib / "libascendcl.so"))
-    opapi = ctypes.CDLL(str(cann.opapi))
-    custom = ctypes.CDLL(str(cann.custom))
+    runtime = load(cann.lib / "libascendcl.so")
+    opapi = load(cann.opapi)
+    custom = load(cann.custom)
     assert hasattr(runtime, "aclrtMalloc")
     assert not hasattr(runtime, "aclCreateTensor")
     assert hasattr(opapi, "aclCreateTensor")  # dlsym follows what it needs
@@ -45,7 +45,7 @@ def test_symbols_are_where_they_belong(cann: build.Installation) -> None:
 
 
 def test_both_fronts_share_their_state(cann: build.Installation, double: Double) -> None:
-    other = ctypes.CDLL(str(cann.lib / "libascendcl.so"))
+    other = load(cann.lib / "libascendcl.so")
     assert other.aclInit(None) == 100002
 
 
@@ -61,7 +61,7 @@ def test_missing_symbols(cann_folder: Path) -> None:
 
 def test_no_device_and_another_soc(cann_folder: Path) -> None:
     installed = build.build(cann_folder, soc="Ascend950PR_9599", devices=0)
-    runtime = ctypes.CDLL(str(installed.runtime))
+    runtime = load(installed.runtime)
     runtime.aclrtGetSocName.restype = ctypes.c_char_p
     assert runtime.aclInit(None) == 0
     count = ctypes.c_uint32(5)
@@ -75,12 +75,12 @@ def test_no_device_and_another_soc(cann_folder: Path) -> None:
 def test_stub(cann_folder: Path) -> None:
     installed = build.build(cann_folder, stub=True)
     assert installed.lib.name == "devlib"
-    runtime = ctypes.CDLL(str(installed.runtime))
+    runtime = load(installed.runtime)
     assert runtime.aclInit(None) == 100039
     assert runtime.aclrtSetDevice(0) == 100039
     runtime.aclrtGetSocName.restype = ctypes.c_char_p
     assert runtime.aclrtGetSocName() is None
-    base = ctypes.CDLL(str(installed.lib / "libnnopbase.so"))
+    base = load(installed.lib / "libnnopbase.so")
     base.aclCreateTensor.restype = ctypes.c_void_p
     assert base.aclCreateTensor() is None
-    assert ctypes.CDLL(str(installed.opapi)).aclnnScatterPaKvCache() == 100039
+    assert load(installed.opapi).aclnnScatterPaKvCache() == 100039

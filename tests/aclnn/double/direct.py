@@ -7,6 +7,7 @@ For tests of the double itself: it shares nothing with the package's own backend
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Mapping, Sequence
 from ctypes import byref, c_char_p, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from pathlib import Path
@@ -43,15 +44,22 @@ def pointer(value: int | None) -> c_void_p:
     return c_void_p(value)
 
 
+def load(path: Path | None) -> ctypes.CDLL:
+    """A double's library, bound to its own symbols: another double may be loaded for all to see."""
+    # AddressSanitizer takes no such library.
+    preloaded = "asan" in os.environ.get("LD_PRELOAD", "")
+    return ctypes.CDLL(str(path), mode=0 if preloaded else getattr(os, "RTLD_DEEPBIND", 0))
+
+
 class Double:
     """The symbols of one installed double: ``double.rt("aclrtMalloc", ...)`` and so on."""
 
     def __init__(self, installed: Installation) -> None:
         self.installed = installed
-        self.runtime = ctypes.CDLL(str(installed.runtime))
-        self.base = ctypes.CDLL(str(installed.lib / "libnnopbase.so"))
-        self.opapi = ctypes.CDLL(str(installed.opapi)) if installed.opapi else None
-        self.custom = ctypes.CDLL(str(installed.custom)) if installed.custom else None
+        self.runtime = load(installed.runtime)
+        self.base = load(installed.lib / "libnnopbase.so")
+        self.opapi = load(installed.opapi) if installed.opapi else None
+        self.custom = load(installed.custom) if installed.custom else None
         for library, name in (
             (self.runtime, "kvdouble_violations"),
             (self.runtime, "kvdouble_calls"),
