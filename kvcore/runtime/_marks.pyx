@@ -101,14 +101,18 @@ cdef class Op:
 
     @property
     def name(self):
+        # A worker asks, also for the report of a failure: so whatever the target is, there is one.
         if self.kind == TIMER:
             return str(self.target)
-        name = getattr(self.target, "name", None)
-        if name is None:
-            name = getattr(getattr(self.target, "operator", None), "name", None)
-        if isinstance(name, str):
-            return name
-        return getattr(self.target, "__qualname__", type(self.target).__name__)
+        try:
+            name = getattr(self.target, "name", None)
+            if name is None:
+                name = getattr(getattr(self.target, "operator", None), "name", None)
+            if not isinstance(name, str):
+                name = getattr(self.target, "__qualname__", None)
+        except BaseException:
+            name = None
+        return name if type(name) is str else type(self.target).__name__
 
 
 KIND_WORK = WORK

@@ -136,7 +136,7 @@ cdef class Watch(Order):
         cdef object held
         if isinstance(owner, BufferCore):
             root = (<BufferCore>owner).storage.array
-        while type(root) is ndarray and root.base is not None:
+        while isinstance(root, ndarray) and root.base is not None:
             root = root.base
         if root is None:
             return 0

@@ -117,6 +117,11 @@ class Bell:
         self._seats.clear()
         self._shut()
 
+    def __del__(self) -> None:
+        # Its loop has ended; whoever rings now finds a closed pipe.
+        with contextlib.suppress(AttributeError):
+            self._shut()
+
     def _shut(self) -> None:
         self._reader.close()
         self._writer.close()

@@ -9,6 +9,7 @@ rows (resource, bytes, pieces), ``host_bytes`` are moved within host memory, ``h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import ParamInvalidError
-from kvcore.runtime._storage import move
+from kvcore.runtime._storage import BufferCore, move
 from kvcore.runtime.memory import PAGEABLE, array_of, space_of
 from kvcore.runtime.profile import D2H, H2D, HBM
 
@@ -238,13 +239,8 @@ class Fill:
     def __init__(self, device: Device, dst: object, value: Any) -> None:
         array = array_of(dst, "dst", device)
         _writable(array, "dst")
-        try:
-            with np.errstate(all="ignore"):
-                one = np.asarray(value).astype(array.dtype, casting="unsafe")
-                exact = array.dtype.kind not in "iu" or one == value
-        except (ValueError, TypeError, OverflowError):
-            one, exact = np.zeros(2), False
-        if one.shape != () or not exact:
+        one = one_value(array.dtype, value)
+        if one is None:
             raise ParamInvalidError(
                 f"value: expected one value of type {array.dtype}, got {value!r}",
                 argument="value",
@@ -269,6 +265,37 @@ class Fill:
     def touched(self) -> Whole:
         """A fill touches all of its array."""
         return self.reads, self.writes
+
+
+def one_value(dtype: np.dtype[Any], value: Any) -> npt.NDArray[Any] | None:
+    """One number as an array of no dimensions; None when it is none, or the type cannot hold it.
+
+    Rounding is no loss; a fraction, a sign, an imaginary part or a size is.
+    """
+    try:
+        given = np.asarray(value)
+        number = given.dtype.kind in "biuf" or isinstance(value, int)
+        if given.shape != () or not (
+            number
+            or given.dtype == dtype
+            or (given.dtype.kind == "c" and dtype.kind == "c")
+            or (given.dtype.kind == "V" and given.dtype.names is None and dtype.kind != "c")
+        ):
+            return None
+        with np.errstate(all="ignore"):
+            one = given.astype(dtype, casting="unsafe")
+            if dtype.kind in "biu":
+                return one if bool(one == value) else None
+            if number and math.isfinite(value) and dtype.kind != "c":
+                seen = float(one)
+                # (types without an infinity have NaN, or their largest value, in its place)
+                if not math.isfinite(seen) or (abs(value) > 1 and abs(seen) < abs(value) / 2):
+                    return None
+            elif number and math.isfinite(value) and not np.isfinite(one):
+                return None
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return one
 
 
 def _pair(
@@ -311,6 +338,6 @@ def _accesses(
     """One access an owner; owners of one storage are taken together."""
     groups: dict[int, tuple[object, list[npt.NDArray[Any]]]] = {}
     for owner, array in zip(owners, arrays, strict=True):
-        key = id(getattr(owner, "storage", owner))
+        key = id(owner.storage if isinstance(owner, BufferCore) else owner)
         groups.setdefault(key, (owner, []))[1].append(array)
     return tuple(Access(argument, owner, group) for owner, group in groups.values())

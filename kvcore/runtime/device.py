@@ -19,6 +19,7 @@ marked, and whatever the child asks of one is an error.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -133,6 +134,7 @@ class Device:
         self._captures: list[Graph] = []
         self._promises = Promises()
         self._entered = False
+        self._abandoned = False
         self._origin = time.monotonic()
         self._trace: Trace | None = None
         self._clock: ModelClock | None = None
@@ -191,7 +193,9 @@ class Device:
         """The stream used where none is named; it orders nothing but its own work."""
         if self._default is None:
             self._executor.check()
-            self._default = self._new_stream("default")
+            with self._lock:
+                if self._default is None:
+                    self._default = self._new_stream("default")
         return self._default
 
     def current_stream(self) -> Stream:
@@ -487,7 +491,7 @@ class Device:
         self._host.close()
 
     def _leave_child(self) -> None:
-        """In a forked child nothing of this device runs and nobody waits."""
+        """In a forked child, or while Python ends, nothing of this device runs."""
         for storage in list(self._storages):
             storage.release()
 
@@ -509,7 +513,7 @@ class Device:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._executor.is_forked:
+        if self._executor.is_forked or self._abandoned:
             self._leave_child()
             return
         self._executor.closing()
@@ -541,7 +545,7 @@ class Device:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._executor.is_forked:
+        if self._executor.is_forked or self._abandoned:
             self._leave_child()
             return
         self._executor.closing()
@@ -576,4 +580,15 @@ def _after_fork() -> None:
         device._host.abandon()
 
 
+def _at_exit() -> None:
+    """Python ends with devices still entered, and with it their threads: nobody may wait.
+
+    A block that is left later, by a generator that is collected last, could wait for ever.
+    """
+    for device in list(_DEVICES):
+        device._abandoned = True
+        device._executor.stop()
+
+
+atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_after_fork)

@@ -44,11 +44,15 @@ class Event(EventCore):
 
     def record(self, stream: Stream | None = None) -> None:
         """Record behind everything launched on the stream (the current one by default)."""
-        (stream or self.device.current_stream())._record(self)
+        self._stream(stream)._record(self)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Make the stream (the current one by default) wait for the last record."""
-        (stream or self.device.current_stream())._wait(self)
+        self._stream(stream)._wait(self)
+
+    def _stream(self, stream: Stream | None) -> Stream:
+        device = self.device
+        return device.current_stream() if stream is None else device._own(stream)
 
     def query(self) -> bool:
         """True when the last record was reached, or when there is none.
@@ -101,6 +105,8 @@ class Event(EventCore):
                 + ("one of another device" if isinstance(other, Event) else type(other).__name__),
                 argument="other",
             )
+        if self.device._executor.is_forked:
+            self.device._executor.check()
         start = self._time("event")
         return (other._time("other") - start) / 1e3
 
@@ -142,11 +148,19 @@ class Event(EventCore):
         return f"Event(on {self.mark.queue.name!r}, {state})"
 
 
+def _text(failure: Failure) -> str:
+    # Telling of a failure must not fail: what was raised may have no text.
+    kind = type(failure.cause).__name__
+    try:
+        return f"{kind}: {failure.cause}"
+    except Exception:
+        return kind
+
+
 def failed(failure: Failure, what: str) -> StreamError:
     """What a host is told of a failure, caused by the first exception."""
     error = StreamError(
-        f"{what}: {failure.operation} on stream {failure.stream!r} failed: "
-        f"{type(failure.cause).__name__}: {failure.cause}",
+        f"{what}: {failure.operation} on stream {failure.stream!r} failed: {_text(failure)}",
         argument="stream",
         seen=failure.operation,
     )
@@ -158,13 +172,12 @@ def unseen(failures: Sequence[Failure], race: RaceError | None) -> StreamError:
     """What is raised when a device is left with failures that no host was told of."""
     first = failures[0]
     error = StreamError(
-        f"stream {first.stream!r}: {first.operation} failed and nobody was told: "
-        f"{type(first.cause).__name__}: {first.cause}",
+        f"stream {first.stream!r}: {first.operation} failed and nobody was told: {_text(first)}",
         argument="stream",
         seen=first.operation,
     )
     for failure in failures[1:10]:
-        error.add_note(f"stream {failure.stream!r}: {failure.operation}: {failure.cause}")
+        error.add_note(f"stream {failure.stream!r}: {failure.operation}: {_text(failure)}")
     if race is not None:
         error.add_note(str(race))
     error.__cause__ = first.cause

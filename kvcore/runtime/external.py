@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvcore.errors import ParamInvalidError
 from kvcore.runtime._marks import Mark
+from kvcore.runtime.event import failed
 
 if TYPE_CHECKING:
     from kvcore.runtime._queue import Queue
@@ -46,9 +47,21 @@ class ExternalEvent:
         return self._recorded
 
     def query(self) -> bool:
-        """True when the round's record was made and reached."""
-        self.device._executor.check()
-        return self._recorded and not self._mark.pending
+        """True when the round's record was made and reached.
+
+        As for an event, the host's work from then on comes after it, the model clock decides
+        when that is, and a failure before the record raises StreamError.
+        """
+        device, mark = self.device, self._mark
+        device._executor.check()
+        if not self._recorded or not device._host.finds(mark):
+            return False
+        device._host_reached(mark)
+        if mark.failure is not None:
+            device._executor.tell(mark.failure)
+            raise failed(mark.failure, "external event")
+        device._raise_races()
+        return True
 
     def record(self, stream: Stream | None = None) -> None:
         """Record behind what the stream (the current one by default) has.

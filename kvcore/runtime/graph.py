@@ -132,13 +132,7 @@ class Graph:
         """
         device = self.device
         device._executor.check()
-        if stream is None:
-            stream = device.current_stream()
-        if stream.executor is not device._executor:
-            raise ParamInvalidError(
-                "stream: expected a stream of the graph's own device, got one of another device",
-                argument="stream",
-            )
+        stream = device.current_stream() if stream is None else device._own(stream)
         device._refuse_in_capture("replay a graph", stream)
         if not self.ready:
             raise CaptureError(
@@ -192,13 +186,15 @@ class Capture:
         self._device = device
         self._stream = stream
         self.graph = Graph(device, stream)
+        self._entered = False
 
     def __enter__(self) -> Graph:
         self._device._executor.check()
-        if self._stream.capture is not None or self.graph.ready:
+        if self._stream.capture is not None or self._entered:
             raise self._device._capture_error(
                 f"stream {self._stream.name!r}", "begin another capture"
             )
+        self._entered = True
         self._stream.capture = self.graph
         self._device._captures.append(self.graph)
         return self.graph

@@ -31,7 +31,8 @@ class Host:
 
     def __init__(self, clock: ModelClock | None) -> None:
         self._clock = clock
-        self._bells: list[Bell] = []
+        # weakly: a bell goes with its loop, of which one device may see any number
+        self._bells: weakref.WeakSet[Bell] = weakref.WeakSet()
 
     def _bell(self) -> Bell:
         try:
@@ -42,7 +43,7 @@ class Host:
         bell = bells.get(self)
         if bell is None:
             bell = bells[self] = Bell()
-            self._bells.append(bell)
+            self._bells.add(bell)
         return bell
 
     async def wait(self, mark: Mark | None) -> None:
@@ -93,12 +94,12 @@ class Host:
 
     def close(self) -> None:
         """Nobody is told of anything any more."""
-        for bell in self._bells:
+        for bell in list(self._bells):
             bell.close()
 
     def abandon(self) -> None:
         """In a forked child: the tasks that waited are not here."""
-        for bell in self._bells:
+        for bell in list(self._bells):
             bell.abandon()
         self._bells.clear()
 

@@ -79,6 +79,7 @@ class Buffer(BufferCore):
         self.dtype = dtype
         self._array = array
         self._whole = whole
+        self._lent = False
 
     @property
     def space(self) -> str:
@@ -159,13 +160,23 @@ class Buffer(BufferCore):
         try:
             # a number in every dimension must still be a view, not a scalar
             found = array[(*parts, Ellipsis)] if Ellipsis not in parts else array[parts]
-        except IndexError as error:
+        except (IndexError, TypeError, ValueError) as error:
             raise ParamInvalidError(
                 f"index: expected an index into shape {self.shape}, got {index!r} ({error})",
                 argument="index",
                 seen=index,
             ) from error
         return Buffer(self.device, self.storage, found, self.dtype, False)
+
+    def __iter__(self) -> Iterator[Buffer]:
+        """Views of the first dimension's elements."""
+        if not self._live().ndim:
+            raise ParamInvalidError(
+                "buffer: expected a buffer with a dimension to go along, got one without",
+                argument="buffer",
+                seen=self.shape,
+            )
+        return (self[i] for i in range(len(self)))
 
     def view(self, shape: int | Sequence[int] | None = None, dtype: str | None = None) -> Buffer:
         """The same memory as another shape and type; the buffer must be contiguous.
@@ -188,7 +199,7 @@ class Buffer(BufferCore):
         if shape is not None:
             try:
                 array = array.reshape(shape, copy=False)
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, OverflowError) as error:
                 raise ParamInvalidError(
                     f"shape: expected a shape of {array.size} elements of contiguous memory, "
                     f"got {shape!r} for {self!r}",
@@ -214,33 +225,26 @@ class Buffer(BufferCore):
         self.device._refuse_in_capture("free memory")
         self.device._host_access(self, array, "w", "free")
         self.storage.release()
-        # plans hold arrays of their own; a freed buffer must not keep the bytes
-        self._array = stand_in(array)
+        # Plans hold arrays of their own, so a freed buffer must not keep the bytes.  Arrays made
+        # through the array interface hold nothing but this buffer: then it must.
+        if not self._lent:
+            self._array = stand_in(array)
         self.device._memory_changed()
 
-    @contextlib.contextmanager
-    def host(self, mode: Literal["r", "w", "rw"] = "r") -> Iterator[npt.NDArray[Any]]:
+    def host(
+        self, mode: Literal["r", "w", "rw"] = "r"
+    ) -> contextlib.AbstractContextManager[npt.NDArray[Any]]:
         """The memory as a numpy array while the host uses it.
 
         The race check sees an access at the start and at the end of the block, so both work
         that was not waited for and work launched inside the block are found.  Waits for
         nothing.  "r" gives a read-only array.
         """
-        if mode not in ("r", "w", "rw"):
+        if not isinstance(mode, str) or mode not in ("r", "w", "rw"):
             raise ParamInvalidError(
                 f"mode: expected 'r', 'w' or 'rw', got {mode!r}", argument="mode", seen=mode
             )
-        array = self._live()
-        self.device._refuse_in_capture("let the host use memory")
-        seen = array.view()
-        if mode == "r":
-            seen.flags.writeable = False
-        self.device._host_access(self, array, mode, "host")
-        try:
-            yield seen
-        finally:
-            if not self.storage.freed:
-                self.device._host_access(self, array, mode, "host")
+        return _HostUse(self, mode)
 
     def numpy(self) -> npt.NDArray[Any]:
         """The memory as a numpy array, for good.
@@ -255,7 +259,9 @@ class Buffer(BufferCore):
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        return self.numpy().__array_interface__
+        array = self.numpy()
+        self._lent = True
+        return array.__array_interface__
 
     def __dlpack__(self, **options: Any) -> Any:
         """A DLPack capsule; types that numpy cannot export cross as unsigned integers."""
@@ -266,6 +272,35 @@ class Buffer(BufferCore):
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0)  # kDLCPU
+
+
+class _HostUse:
+    """The block of ``Buffer.host``: an access at its start and one at its end.
+
+    A class and no generator, so that the place of the access is the caller's own.
+    """
+
+    __slots__ = ("_array", "_buffer", "_mode")
+
+    def __init__(self, buffer: Buffer, mode: str) -> None:
+        self._buffer = buffer
+        self._mode = mode
+        self._array: npt.NDArray[Any] | None = None
+
+    def __enter__(self) -> npt.NDArray[Any]:
+        buffer = self._buffer
+        self._array = buffer._live()
+        buffer.device._refuse_in_capture("let the host use memory")
+        seen = self._array.view()
+        if self._mode == "r":
+            seen.flags.writeable = False
+        buffer.device._host_access(buffer, self._array, self._mode, "host")
+        return seen
+
+    def __exit__(self, *error: object) -> None:
+        array, self._array = self._array, None
+        if array is not None and not self._buffer.storage.freed:
+            self._buffer.device._host_access(self._buffer, array, self._mode, "host")
 
 
 def stand_in(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -282,17 +317,19 @@ def element_type(dtype: object) -> tuple[str, np.dtype[Any]]:
             # Packed two a byte; numpy may know the name from a package whose type takes a byte an
             # element.
             return dtype, np.dtype(_RAW[dtype])
-        try:
-            return dtype, np.dtype(dtype)
-        except TypeError:
-            pass
+        # (numpy takes a NUL for a type, and words of a package's for types of objects)
+        if dtype.isprintable():
+            with contextlib.suppress(TypeError, ValueError, SyntaxError):
+                return dtype, np.dtype(dtype)
         for package in ("ml_dtypes", "en_dtypes"):
             with contextlib.suppress(ImportError, AttributeError, TypeError):
-                return dtype, np.dtype(getattr(__import__(package), dtype))
+                found = getattr(__import__(package), dtype)
+                if isinstance(found, type) and not (numpy_type := np.dtype(found)).hasobject:
+                    return dtype, numpy_type
         if dtype in _RAW:
             return dtype, np.dtype(_RAW[dtype])
     elif dtype is not None:
-        with contextlib.suppress(TypeError):
+        with contextlib.suppress(TypeError, ValueError):
             numpy_type = np.dtype(dtype)  # type: ignore[call-overload]
             if not numpy_type.hasobject:
                 return str(numpy_type), numpy_type
@@ -307,13 +344,13 @@ def element_type(dtype: object) -> tuple[str, np.dtype[Any]]:
 def allocate(device: Device, shape: object, dtype: object, space: str, align: int) -> Buffer:
     """A new buffer; see ``Device.empty``."""
     name, numpy_type = element_type(dtype)
-    if numpy_type.hasobject or numpy_type.itemsize == 0:
+    if numpy_type.hasobject or numpy_type.itemsize == 0 or numpy_type.subdtype is not None:
         raise ParamInvalidError(
             f"dtype: expected a type of fixed bytes, got {dtype!r}", argument="dtype", seen=dtype
         )
     dims = _dims(shape)
     if (
-        not hasattr(align, "__index__")
+        not isinstance(align, int | np.integer)
         or isinstance(align, bool)
         or not 1 <= align <= MAX_ALIGNMENT
         or align & (align - 1)
@@ -350,7 +387,9 @@ def _dims(shape: object) -> tuple[int, ...]:
             dims = (operator.index(shape),)  # type: ignore[arg-type]
     except TypeError:
         dims = (-1,)
-    if min(dims, default=0) < 0 or len(dims) > 32:
+    # (a zero among them makes no room for a dimension that numpy cannot count)
+    most = math.prod(n for n in dims if n > 0)
+    if min(dims, default=0) < 0 or len(dims) > 32 or (0 in dims and most >= 2**58):
         raise ParamInvalidError(
             f"shape: expected whole numbers >= 0, at most 32 of them, got {shape!r}",
             argument="shape",

@@ -27,6 +27,8 @@ from kvcore.errors import ParamInvalidError
 
 __all__ = ["FIGURES", "RESOURCES", "DeviceProfile", "Figure"]
 
+#: Beyond these no figure means anything, and sums of times would lose their order.
+LEAST, MOST = 1e-9, 1e9
 BASES = ("measured", "published", "assumed")
 
 #: Every figure of a profile: its unit, and whether zero is allowed.
@@ -75,6 +77,8 @@ class DeviceProfile:
     def __init__(self, name: str, figures: dict[str, Figure], note: str = "") -> None:
         self.name = name
         self.note = note
+        if not isinstance(figures, dict):
+            raise _invalid("figures", "a dict of figures", type(figures).__name__)
         for key in figures:
             if key not in FIGURES:
                 raise _invalid(key, "one of " + ", ".join(FIGURES), "an unknown figure")
@@ -82,15 +86,17 @@ class DeviceProfile:
             if key not in figures:
                 raise _invalid(key, f"a figure in {unit}", "nothing")
             figure = figures[key]
+            if not isinstance(figure, Figure):
+                raise _invalid(key, "a Figure", type(figure).__name__)
             value = figure.value
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise _invalid(key, f"a number, in {unit}", repr(value))
-            if not math.isfinite(value) or value < 0 or (value == 0 and not zero_allowed):
-                bound = "a finite number >= 0" if zero_allowed else "a finite number > 0"
+            if not (LEAST <= value <= MOST or (value == 0 and zero_allowed)):
+                bound = f"{'0 or ' if zero_allowed else ''}a number from {LEAST:.0e} to {MOST:.0e}"
                 raise _invalid(key, f"{bound}, in {unit}", repr(value))
-            if figure.basis not in BASES:
+            if not isinstance(figure.basis, str) or figure.basis not in BASES:
                 raise _invalid(f"{key}.basis", "one of " + ", ".join(BASES), repr(figure.basis))
-            if not figure.source:
+            if not isinstance(figure.source, str) or not figure.source:
                 raise _invalid(f"{key}.source", "where the figure comes from", "nothing")
         if figures["pageable_share"].value > 1:
             seen = repr(figures["pageable_share"].value)
@@ -126,18 +132,22 @@ class DeviceProfile:
     @classmethod
     def load(cls, path: str | Path) -> DeviceProfile:
         """Read a TOML file; see the module for its form."""
+        if not isinstance(path, str | Path):
+            raise _invalid("path", "the path of a TOML file", type(path).__name__)
         try:
             with Path(path).open("rb") as file:
                 data = tomllib.load(file)
         except OSError as error:
             raise _invalid("profile", "a readable TOML file", f"{path}: {error}") from error
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:  # not TOML, not UTF-8, or no path at all
             raise _invalid("profile", "a TOML file", f"{path}: {error}") from error
         return cls.from_dict(data)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> DeviceProfile:
         """The same form as the file, parsed."""
+        if not isinstance(data, dict):
+            raise _invalid("profile", "a dict, as a TOML file gives", type(data).__name__)
         name = data.get("name")
         if not isinstance(name, str) or not name:
             raise _invalid("name", "the profile's name", repr(name))
@@ -160,7 +170,7 @@ class DeviceProfile:
     @classmethod
     def named(cls, name: str) -> DeviceProfile:
         """A profile that ships: "A2", "A3" (one die) or "950"."""
-        if name not in SHIPPED:
+        if not isinstance(name, str) or name not in SHIPPED:
             raise ParamInvalidError(
                 f"profile: expected one of {', '.join(SHIPPED)}, a DeviceProfile or None, "
                 f"got {name!r}",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Party", "Race", "RaceCheck"]
 
 MAX_RACES = 1000
+EVERYTHING = (0, 2**63)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,8 @@ class RaceCheck(Watch):
     def sum_sources(self, op: Op, note: Note) -> None:
         """Checksums of plain numpy sources, unless work in flight is to write them first."""
         plan = op.target
+        if op.is_call:
+            self._plain_writes[op.number] = [EVERYTHING]  # nobody knows what it changes
         if not op.is_work or not hasattr(plan, "reads"):
             return
         sums = []
@@ -188,7 +191,8 @@ class RaceCheck(Watch):
                     for s, e in ranges
                 ):
                     sums.append((access, _checksum(array)))
-        writes = [_extent(a.owner) for a in plan.writes if isinstance(a.owner, np.ndarray)]
+        # (of buffers and tensors too: a plain array may share their memory)
+        writes = [(int(a.ranges[0, 0]), int(a.ranges[-1, 1])) for a in plan.writes if len(a.ranges)]
         if writes:
             self._plain_writes[op.number] = writes
         note.checksums = sums or None

@@ -72,6 +72,8 @@ class Settings:
         if race_check is None:
             race_check = _default_race_check
         race_check = one_of("race_check", race_check, RACE_MODES)
+        trace = _flag("trace", trace)
+        check_host = _flag("check_host", check_host)
         workers = _whole("workers", workers, 1, MAX_WORKERS)
         if seed is not None:
             seed = _whole("seed", seed, -(2**63), 2**64 - 1)
@@ -79,7 +81,7 @@ class Settings:
             events = _whole("max_events", max_events, 1, 2**40)
         else:
             events = DEFAULT_MAX_EVENTS if trace else 0
-        if backend not in (None, "cpu"):
+        if backend is not None and not (isinstance(backend, str) and backend == "cpu"):
             known = ", ".join(map(repr, DRIVERS))
             raise BackendUnavailableError(
                 f"backend: expected None, 'cpu' or {known}, got {backend!r}",
@@ -100,7 +102,7 @@ class Settings:
                 argument="check_host",
                 seen=check_host,
             )
-        return cls(found, clock, race_check, bool(check_host), events, workers, seed, "cpu")
+        return cls(found, clock, race_check, check_host, events, workers, seed, "cpu")
 
 
 def _profile(profile: object) -> DeviceProfile | None:
@@ -125,6 +127,15 @@ def one_of(argument: str, value: object, allowed: tuple[str, ...]) -> str:
             expected=allowed,
         )
     return value
+
+
+def _flag(argument: str, value: object) -> bool:
+    try:
+        return bool(value)
+    except Exception as error:
+        raise ParamInvalidError(
+            f"{argument}: expected True or False, got {value!r}", argument=argument, seen=value
+        ) from error
 
 
 def _whole(argument: str, value: object, low: int, high: int) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, overload
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Stream", "current_stream", "use_stream"]
 
 MAX_COMPUTE_US = 1e12  # eleven days
+_RUNS_LATER = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 #: The streams in use in this task, innermost last.  A context variable: a task that sets it
 #: changes nobody else's, and a task group's children start with their parent's.
@@ -87,6 +89,14 @@ class Stream(Queue):
         if not callable(fn):
             raise ParamInvalidError(
                 f"fn: expected a callable, got {type(fn).__name__}",
+                argument="fn",
+                seen=type(fn).__name__,
+            )
+        code = getattr(fn, "__code__", None)
+        if getattr(code, "co_flags", 0) & _RUNS_LATER:
+            raise ParamInvalidError(
+                f"fn: expected a function that runs when it is called, got {fn!r}, which gives "
+                "a coroutine or a generator that nobody would run",
                 argument="fn",
                 seen=type(fn).__name__,
             )
@@ -255,6 +265,13 @@ def current_stream(device: Device | None = None) -> Stream:
             "stream: expected a stream in use, got none; "
             "use `with device.use(stream):` or name the device",
             argument="stream",
+        )
+    default = getattr(type(device), "default_stream", None)
+    if default is None:
+        raise ParamInvalidError(
+            f"device: expected a Device or None, got {type(device).__name__}",
+            argument="device",
+            seen=type(device).__name__,
         )
     for stream in reversed(streams):
         if stream.device is device:
