@@ -41,22 +41,7 @@ def program(rng: random.Random) -> tuple[int, int, list[Step]]:
         stream, other = rng.randrange(streams), rng.randrange(streams)
         event, mode = rng.randrange(EVENTS), rng.choice("rw")
         piece = pieces(rng, buffers)
-        kind = rng.choices(
-            [
-                "copy",
-                "fill",
-                "record",
-                "wait",
-                "join",
-                "sync",
-                "reached",
-                "all",
-                "host",
-                "call",
-                "replay",
-            ],
-            [45, 10, 12, 12, 4, 3, 2, 1, 5, 3, 3],
-        )[0]
+        kind = rng.choices(kinds.split(), [45, 10, 12, 12, 4, 3, 2, 1, 5, 3, 3])[0]
         match kind:
             case "copy":
                 steps.append(copy(rng, stream, buffers))
