@@ -516,6 +516,8 @@ class Device:
         if self._executor.is_forked or self._abandoned:
             self._leave_child()
             return
+        if self._executor.inside():
+            self._executor.check()  # a host function would wait for itself: an error
         self._executor.closing()
         try:
             if kind is None:
@@ -548,6 +550,8 @@ class Device:
         if self._executor.is_forked or self._abandoned:
             self._leave_child()
             return
+        if self._executor.inside():
+            self._executor.check()  # a host function would wait for itself: an error
         self._executor.closing()
         try:
             if kind is None:

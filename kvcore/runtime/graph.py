@@ -205,6 +205,10 @@ class Capture:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self.graph not in self._device._captures:
+            raise self._device._capture_error(
+                f"stream {self._stream.name!r}", "end a capture that is not under way"
+            )
         self._device._captures.remove(self.graph)
         self.graph.end(whole=kind is None)
 

@@ -253,6 +253,8 @@ def test_a_capture_is_made_once() -> None:
             raise KeyError
         with pytest.raises(kvcore.CaptureError):
             capture.__enter__()
+        with pytest.raises(kvcore.CaptureError):
+            capture.__exit__(None, None, None)
 
 
 def test_an_external_query_is_an_order_and_tells_of_failures() -> None:
@@ -331,3 +333,32 @@ def test_checksums_leave_alone_what_work_in_flight_changes() -> None:
         stream.copy(target, plain)
         stream.synchronize_blocking()
         assert not dev.races
+
+
+def test_a_host_function_cannot_leave_its_own_device() -> None:
+    with kvcore.Device() as dev:
+        stream = dev.stream()
+        stream.call(dev.__exit__, None, None, None)
+        with pytest.raises(kvcore.StreamError, match="host function must not"):
+            stream.synchronize_blocking()
+        stream.call(int)
+        stream.synchronize_blocking()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_is_told_no_times() -> None:
+    with device("model") as dev:
+        stream = dev.stream()
+        start = stream.record_event()
+        end = stream.record_event()
+        stream.synchronize_blocking()
+        child = os.fork()
+        if not child:
+            try:
+                start.elapsed_time(end)
+            except kvcore.StreamError:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
