@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvcore.errors import ParamInvalidError, StreamError
-from kvcore.runtime._queue import EventCore
+from kvcore.runtime._queue import EventCore, Queue
 
 if TYPE_CHECKING:
     from kvcore.errors import RaceError
@@ -51,8 +51,10 @@ class Event(EventCore):
         self._stream(stream)._wait(self)
 
     def _stream(self, stream: Stream | None) -> Stream:
-        device = self.device
-        return device.current_stream() if stream is None else device._own(stream)
+        # (a stream of another device says itself that this event is not its own)
+        if stream is None:
+            return self.device.current_stream()
+        return stream if isinstance(stream, Queue) else self.device._own(stream)
 
     def query(self) -> bool:
         """True when the last record was reached, or when there is none.

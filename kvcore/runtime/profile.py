@@ -91,9 +91,11 @@ class DeviceProfile:
             value = figure.value
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise _invalid(key, f"a number, in {unit}", repr(value))
-            if not (LEAST <= value <= MOST or (value == 0 and zero_allowed)):
-                bound = f"{'0 or ' if zero_allowed else ''}a number from {LEAST:.0e} to {MOST:.0e}"
+            if not value >= 0 or value == math.inf or (value == 0 and not zero_allowed):
+                bound = "a finite number >= 0" if zero_allowed else "a finite number > 0"
                 raise _invalid(key, f"{bound}, in {unit}", repr(value))
+            if value and not LEAST <= value <= MOST:
+                raise _invalid(key, f"{LEAST:.0e} to {MOST:.0e}, in {unit}", repr(value))
             if not isinstance(figure.basis, str) or figure.basis not in BASES:
                 raise _invalid(f"{key}.basis", "one of " + ", ".join(BASES), repr(figure.basis))
             if not isinstance(figure.source, str) or not figure.source:
