@@ -40,9 +40,10 @@ def run_compare(namespace: argparse.Namespace) -> int:
 def run_sweep(namespace: argparse.Namespace, requests: Sequence[TraceRequest]) -> int:
     """Run the points that have no report yet, print all."""
     from kvcore.cli.interrupt import Interrupt
-    from kvcore.cli.replay_offload import model_of, options_of
+    from kvcore.cli.replay_offload import model_of, options_of, refuse_unwritable
     from kvcore.offload.sweep import grid, run_on_ray, run_processes
 
+    refuse_unwritable(namespace.json)
     model = model_of(namespace)
     options = options_of(namespace, model, requests)
     folder = Path(namespace.results)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvcore.offload.offload_report import OffloadReport
     from kvcore.offload.traces import TraceRequest
 
-__all__ = ["model_of", "options_of", "run_offload", "table_rows"]
+__all__ = ["model_of", "options_of", "refuse_unwritable", "run_offload", "table_rows"]
 
 #: Most rows selected in a run that is full unless said otherwise: some ten seconds.
 SHORT_ROWS = 4e6
@@ -88,9 +88,7 @@ def run_offload(
         from kvcore.offload.html_report import check_plotly
 
         check_plotly()
-    for path in (namespace.json, namespace.perfetto, namespace.html):
-        if path not in (None, "-"):
-            _refuse_missing_folder(path)
+    refuse_unwritable(namespace.json, namespace.perfetto, namespace.html)
     model = model_of(namespace)
     replay = OffloadReplay(requests, model, options_of(namespace, model, requests))
     with Interrupt() as interrupt, progress_of(namespace.progress) as progress:
@@ -122,12 +120,22 @@ def run_offload(
     return status.OK
 
 
-def _refuse_missing_folder(path: str) -> None:
+def refuse_unwritable(*paths: str | None) -> None:
+    """Refuse files that cannot be written, before the work is done that they are for."""
+    import os
+
     from kvcore.errors import fail
 
-    parent = Path(path).parent
-    if not parent.is_dir():
-        fail(path, "a file in a folder that is there", f"no folder {parent}")
+    for path in paths:
+        if path is None or path == "-":
+            continue
+        target = Path(path)
+        if not target.parent.is_dir():
+            fail(path, "a file in a folder that is there", f"no folder {target.parent}")
+        if target.is_dir():
+            fail(path, "a file", "a folder")
+        if not os.access(target if target.exists() else target.parent, os.W_OK):
+            fail(path, "a file that can be written", "no permission")
 
 
 def _print_table(rows: Sequence[tuple[str, str]], interrupted: bool) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvcore import dtypes
 from kvcore.errors import DeviceOutOfMemoryError, fail
-from kvcore.offload.checks import check_integer
+from kvcore.offload.checks import check_choice, check_integer
 from kvcore.offload.models import ModelShape
 
 __all__ = ["LAYOUTS", "PagedCaches"]
@@ -46,8 +46,9 @@ class PagedCaches:
     ) -> None:
         check_integer("num_blocks", num_blocks, 1)
         check_integer("block_size", block_size, 1)
-        if layout not in LAYOUTS:
-            fail("layout", f"one of {', '.join(LAYOUTS)}", repr(layout))
+        if not isinstance(shape, ModelShape):
+            fail("shape", "a ModelShape", type(shape).__name__)
+        check_choice("layout", layout, LAYOUTS)
         self.shape, self.num_blocks, self.block_size = shape, num_blocks, block_size
         self.layout = layout
         item = dtypes.get(shape.dtype).itemsize

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from kvcore.errors import ParamNullError, StreamError, fail
-from kvcore.offload.checks import check_integer
+from kvcore.offload.checks import check_device, check_identity, check_integer, check_stream, each_of
 from kvcore.offload.decode_choice import Chooser, Select
 from kvcore.offload.decode_launch import Launcher
 from kvcore.offload.decode_places import Places, check_full, read_groups
@@ -105,6 +105,11 @@ class DecodeEngine:
         pace: bool = True,
         compute: Stream | None = None,
     ) -> None:
+        check_device("device", device)
+        if compute is not None and check_stream("compute", compute).device is not device:
+            fail("compute", "a stream of the same device", repr(compute))
+        if type(pace) is not bool:
+            fail("pace", "True or False", repr(pace))
         self.max_batch = check_integer("max_batch", max_batch, 1, MAX_BATCH)
         self.max_tokens = check_integer("max_tokens", max_tokens, 1)
         self.topk = check_integer("topk", topk, 1)
@@ -182,7 +187,7 @@ class DecodeEngine:
     def pool(self, request: Hashable, group: int) -> DevicePool:
         """The request's pool of a group with real layers."""
         pools = self._state(request).pools
-        if group not in pools:
+        if type(group) is not int or group not in pools:
             fail("group", f"one of {', '.join(map(str, pools)) or 'none'}", repr(group))
         return pools[group]
 
@@ -199,7 +204,9 @@ class DecodeEngine:
         self._check_open()
         if request is None:
             raise ParamNullError("request: expected an identity, got None", argument="request")
-        if request in self._states:
+        if type(real) is not bool:
+            fail("real", "True or False", repr(real))
+        if check_identity("request", request) in self._states:
             fail("request", "one not admitted yet", repr(request))
         if len(self._states) + len(self._leaving) >= self.max_batch:
             fail("request", f"at most max_batch ({self.max_batch}) requests at a time", "one more")
@@ -345,9 +352,10 @@ class DecodeEngine:
         for requests not admitted or named twice, too many drafts, bad ids, bad tables.
         """
         self._check_open()
-        states = [self._state(request, f"requests[{i}]") for i, request in enumerate(requests)]
+        named = list(each_of("requests", requests))
+        states = [self._state(request, f"requests[{i}]") for i, request in enumerate(named)]
         if len({id(state) for state in states}) != len(states):
-            fail("requests", "each request once", list(requests))
+            fail("requests", "each request once", named)
         parts, exhausted, cut = self._chooser.plan(states, drafts)
         try:
             times = self._run.times(parts)
@@ -448,7 +456,7 @@ class DecodeEngine:
 
     def _state(self, request: Hashable, argument: str = "request") -> DecodeRequest:
         self._check_open()
-        state = self._states.get(request)
+        state = self._states.get(check_identity(argument, request))
         if state is None:
             fail(argument, "a request that was admitted", repr(request))
         return state

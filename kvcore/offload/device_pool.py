@@ -32,7 +32,7 @@ from kvcore._core import arrays, overlap
 from kvcore._core.overlap import Access
 from kvcore._kernels import pool_rows
 from kvcore.errors import ParamNullError, StreamError, fail
-from kvcore.offload.checks import check_integer
+from kvcore.offload.checks import check_device, check_identity, check_integer
 from kvcore.offload.full_lanes import FullLane, read_full
 from kvcore.offload.policy import make_books
 
@@ -143,6 +143,8 @@ class DevicePool:
         ways: int | None = None,
         device: Any = None,
     ) -> None:
+        if device is not None:
+            check_device("device", device)
         self._books = make_books(policy, capacity, max_tokens, topk, ways)
         self.policy, self.capacity, self.topk = policy, capacity, topk
         self.max_tokens = max_tokens
@@ -208,7 +210,7 @@ class DevicePool:
 
         Raises ParamInvalidError when another is being served.
         """
-        if request is None:
+        if check_identity("request", request) is None:
             fail("request", "an identity", None)
         if self._request is not None:
             fail("request", f"no request before {self._request!r} is evicted", repr(request))
@@ -230,7 +232,7 @@ class DevicePool:
         self._barrier, self._live_number, self._pending = self._number, 0, None
 
     def _checked(self, request: Hashable) -> None:
-        if request is None or request != self._request:
+        if request is None or check_identity("request", request) != self._request:
             fail("request", f"the request being served ({self._request!r})", repr(request))
 
     def close(self) -> None:
@@ -299,7 +301,7 @@ class DevicePool:
 
         For a step that is given up.  What gave way stays away.
         """
-        if selection is not self._pending:
+        if selection is None or selection is not self._pending:
             fail("selection", "the newest selection, not yet abandoned", repr(selection))
         for id in selection.ids[selection.target >= 0].tolist():
             self._books.forget(id, id + 1)

@@ -16,13 +16,14 @@ import os
 import zipfile
 import zlib
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.errors import ParamNullError, fail
-from kvcore.offload.checks import check_integer
+from kvcore.offload.checks import check_integer, check_path
 from kvcore.offload.policy import make_books
 
 __all__ = ["check_ids", "hit_rate", "read_ids", "write_ids"]
@@ -64,7 +65,9 @@ def check_ids(ids: Any, where: str = "ids") -> NDArray[np.int32]:
 def write_ids(path: str | os.PathLike[str], ids: Any) -> None:
     """Write a trace, compressed; refuses what ``read_ids`` would.  The file is made at the end."""
     checked = check_ids(ids)
-    target = Path(path)
+    target = Path(check_path("path", path))
+    if not target.name:
+        fail("path", "the path of a file", repr(str(path)))
     part = target.with_name(target.name + ".part")
     try:
         with part.open("wb") as file:
@@ -81,7 +84,7 @@ def read_ids(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> NDA
     Raises ParamInvalidError naming the file and what is wrong with it.
     """
     check_integer("max_bytes", max_bytes, 1)
-    name = os.fspath(path)
+    name = check_path("path", path)
     try:
         with zipfile.ZipFile(name) as archive:
             if MEMBER not in archive.namelist():
@@ -102,7 +105,9 @@ def _read_array(name: str, member: Any, max_bytes: int) -> NDArray[Any]:
             (2, 0): np.lib.format.read_array_header_2_0,
         }[version]
         shape, fortran, dtype = read(member)
-    except (ValueError, KeyError, SyntaxError, TypeError) as error:
+    except (
+        ValueError, KeyError, SyntaxError, TypeError, RecursionError, MemoryError, TokenError,
+    ) as error:  # fmt: skip
         _refuse(name, "an array in npy form", str(error))
     if dtype.newbyteorder("=") not in (np.int32, np.int64):
         _refuse(name, "ids of int32 or int64", str(dtype))

@@ -79,7 +79,9 @@ def score_trace(
     check_integer("tokens", tokens, 1, MAX_TOKENS)
     check_integer("topk", topk, 1, tokens)
     check_integer("seed", seed, 0)
-    model = model or ScoreModel()
+    model = ScoreModel() if model is None else model
+    if not isinstance(model, ScoreModel):
+        fail("model", "a ScoreModel", type(model).__name__)
     ids = np.empty((steps, layers, topk), np.int32)
     fresh_share = np.float32(model.drift * math.sqrt(1 - model.rho**2))
     rho, noise = np.float32(model.rho), np.float32(model.noise)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvcore.errors import fail
-from kvcore.offload.checks import check_integer
+from kvcore.offload.checks import check_device, check_integer, check_stream, each_of
 
 if TYPE_CHECKING:
     from kvcore.runtime import Device, Event, Stream
@@ -30,7 +30,8 @@ class LayerEvents:
     def __init__(self, device: Device, layers: Iterable[int]) -> None:
         self._loads: dict[int, Event] = {}
         self._saves: dict[int, Event] = {}
-        for place, layer in enumerate(layers):
+        check_device("device", device)
+        for place, layer in enumerate(each_of("layers", layers)):
             check_integer(f"layers[{place}]", layer, 0)
             if layer in self._loads:
                 fail(f"layers[{place}]", "each layer once", layer)
@@ -43,7 +44,7 @@ class LayerEvents:
 
     def layer_loaded(self, layer: int, stream: Stream) -> None:
         """The layer's rows are there behind what the stream has now."""
-        self._of(self._loads, layer).record(stream)
+        self._of(self._loads, layer).record(check_stream("stream", stream))
 
     def wait_for_layer_load(self, layer: int, stream: Stream) -> None:
         """The stream goes on when the layer's last noted load is done.  Returns at once."""
@@ -51,7 +52,7 @@ class LayerEvents:
 
     def layer_saved(self, layer: int, stream: Stream) -> None:
         """The layer's rows have left behind what the stream has now."""
-        self._of(self._saves, layer).record(stream)
+        self._of(self._saves, layer).record(check_stream("stream", stream))
 
     def wait_for_layer_save(self, layer: int, stream: Stream) -> None:
         """The stream goes on when the layer's last noted save is done.  Returns at once."""
@@ -80,5 +81,6 @@ class LayerEvents:
 
 def _wait(event: Event, stream: Stream) -> None:
     # Waiting for nothing is legal, but a race check remarks on it as probably not meant.
+    check_stream("stream", stream)
     if event.recorded:
         stream.wait_event(event)

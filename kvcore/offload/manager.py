@@ -27,7 +27,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from kvcore.errors import fail
-from kvcore.offload.checks import check_integer
+from kvcore.offload.checks import check_choice, check_integer, each_key
 from kvcore.offload.manager_order import ArcOrder, LruOrder, Order
 
 __all__ = ["MANAGER_POLICIES", "OffloadEvent", "OffloadManager", "StorePlan"]
@@ -75,8 +75,9 @@ class OffloadManager:
 
     def __init__(self, capacity: int, policy: str = "lru", *, events: bool = False) -> None:
         check_integer("capacity", capacity, 1, 2**31)
-        if policy not in MANAGER_POLICIES:
-            fail("policy", f"one of {', '.join(MANAGER_POLICIES)}", repr(policy))
+        check_choice("policy", policy, MANAGER_POLICIES)
+        if type(events) is not bool:
+            fail("events", "True or False", repr(events))
         self.capacity, self.policy = capacity, policy
         self._order: Order = LruOrder() if policy == "lru" else ArcOrder(capacity)
         self._entries: dict[Hashable, _Entry] = {}
@@ -99,7 +100,7 @@ class OffloadManager:
     def lookup(self, keys: Iterable[Hashable]) -> int:
         """How many leading keys can be loaded now; one being stored cannot yet."""
         count = 0
-        for key in keys:
+        for key in each_key("keys", keys):
             entry = self._entries.get(key)
             if entry is None or entry.storing:
                 break
@@ -118,7 +119,7 @@ class OffloadManager:
 
         Prefixes are looked up from their start, so a prefix's last blocks go first.
         """
-        for key in reversed(list(keys)):
+        for key in reversed(list(each_key("keys", keys))):
             entry = self._entries.get(key)
             self._order.touch(key, entry is not None and not entry.storing)
 
@@ -127,7 +128,7 @@ class OffloadManager:
 
         Raises ParamInvalidError for a key that is not stored or still being stored.
         """
-        wanted = list(keys)
+        wanted = list(each_key("keys", keys))
         for place, key in enumerate(wanted):
             entry = self._entries.get(key)
             if entry is None or entry.storing:
@@ -142,7 +143,7 @@ class OffloadManager:
 
         Raises ParamInvalidError when a key has fewer.
         """
-        done = list(keys)
+        done = list(each_key("keys", keys))
         for key, times in Counter(done).items():
             entry = self._entries.get(key)
             readers = 0 if entry is None else entry.readers
@@ -156,7 +157,7 @@ class OffloadManager:
 
         They can be loaded after ``complete_store``.
         """
-        given = list(dict.fromkeys(keys))
+        given = list(dict.fromkeys(each_key("keys", keys)))
         fresh = [key for key in given if key not in self._entries]
         asked = set(given)
 
@@ -189,7 +190,7 @@ class OffloadManager:
 
         Raises ParamInvalidError for a key that is not being stored, or is given twice.
         """
-        done = list(keys)
+        done = list(each_key("keys", keys))
         if type(success) is not bool:
             fail("success", "True or False", repr(success))
         for place, key in enumerate(done):

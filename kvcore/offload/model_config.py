@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvcore.errors import fail
-from kvcore.offload.models import ModelFigure, ModelProfile, read_text
+from kvcore.offload.models import MAX_LAYERS, ModelFigure, ModelProfile, read_text
 
 __all__ = ["read_config"]
 
@@ -25,8 +25,9 @@ def read_config(path: str | os.PathLike[str]) -> ModelProfile:
 
     Raises ParamInvalidError naming the file and the field.
     """
+    text = read_text(path)
     try:
-        config = json.loads(read_text(path))
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:  # integers of thousands of digits among them
         fail("model", "a JSON file", f"{os.fspath(path)}: {error}")
     return _from_config(os.fspath(path), config)
@@ -98,6 +99,9 @@ def _from_config(path: str, data: Any) -> ModelProfile:
 
 def _cached_layers(config: _Config) -> int:
     layers = config.number("num_hidden_layers")
+    # (before a list of them is made)
+    if not 1 <= layers <= MAX_LAYERS:
+        config.refuse("num_hidden_layers", f"layers from 1 to {MAX_LAYERS}", layers)
     types = config.data.get("layer_types")
     if types is None:
         return layers
@@ -117,6 +121,7 @@ def _index_layers(config: _Config, layers: int) -> tuple[int, ...]:
         first = config.number("index_skip_topk_offset", 1)
         # The first ones choose, each for itself; from the last of them on, every so many.
         return tuple(n for n in range(layers) if n < first or (n - first + 1) % every == 0)
-    if not isinstance(types, list) or len(types) != layers or set(types) - {"full", "shared"}:
+    known = ("full", "shared")
+    if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
         config.refuse("indexer_types", f"{layers} times full or shared", repr(types)[:60])
     return tuple(n for n, kind in enumerate(types) if kind == "full")

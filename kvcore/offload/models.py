@@ -17,6 +17,7 @@ The figures of a step may be missing: asking for its time is then an error that 
 from __future__ import annotations
 
 import os
+import reprlib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from typing import Any
 
 from kvcore import dtypes
 from kvcore.errors import fail
-from kvcore.offload.checks import check_integer
+from kvcore.offload.checks import check_choice, check_integer, check_path
 
 __all__ = ["DTYPE_NAMES", "MODELS", "MODEL_FIGURES", "ModelFigure", "ModelProfile", "ModelShape"]
 
@@ -65,8 +66,7 @@ class ModelShape:
             ("value_head_size", 0, MAX_HEAD_SIZE),
         ):
             check_integer(field, getattr(self, field), low, high)
-        if self.dtype not in DTYPE_NAMES:
-            fail("dtype", f"one of {', '.join(DTYPE_NAMES)}", repr(self.dtype))
+        check_choice("dtype", self.dtype, DTYPE_NAMES)
         for field in ("head_size", "value_head_size"):
             if dtypes.get(self.dtype).packed and getattr(self, field) % 2:
                 fail(field, f"an even number for {self.dtype}", getattr(self, field))
@@ -148,6 +148,8 @@ class ModelProfile:
         if not isinstance(name, str) or not name:
             fail("name", "the model's name", repr(name))
         self.name, self.note = name, note
+        if not isinstance(figures, Mapping) or not all(isinstance(key, str) for key in figures):
+            fail("figures", "figures by name", type(figures).__name__)
         unknown = sorted(set(figures) - set(MODEL_FIGURES))
         if unknown:
             fail(unknown[0], "one of " + ", ".join(MODEL_FIGURES), "an unknown figure")
@@ -244,9 +246,7 @@ class ModelProfile:
                  many as the figures are of.
         Raises ParamInvalidError naming a figure that is missing.
         """
-        for name, value in (("batch", batch), ("context", context)):
-            if type(value) is not int or value < 0:
-                fail(name, "an integer of at least 0", repr(value))
+        check_integer("batch", batch, 0)
         return self.step_fixed_us() + batch * self.request_us(context, drafts)
 
     def step_fixed_us(self) -> float:
@@ -255,6 +255,9 @@ class ModelProfile:
 
     def request_us(self, context: int, drafts: int | None = None) -> float:
         """The part of one request with ``context`` tokens."""
+        check_integer("context", context, 0)
+        if drafts is not None:
+            check_integer("drafts", drafts, 0)
         attended = min(context, self.topk) if self.topk else context
         _, request, attend, index = (self._number(key) for key in STEP)
         us = request + attend * attended + index * (context if self.topk else 0)
@@ -279,13 +282,13 @@ class ModelProfile:
     @classmethod
     def named(cls, name: str) -> ModelProfile:
         """A model that ships."""
-        if name not in MODELS:
-            fail("model", "one of " + ", ".join(MODELS), repr(name))
+        check_choice("model", name, MODELS)
         return cls.load(Path(__file__).with_name(MODELS[name]))
 
     @classmethod
     def find(cls, name: str) -> ModelProfile:
         """A model that ships, or a TOML file or config.json by its path."""
+        name = check_path("model", name)
         if name in MODELS:
             return cls.named(name)
         if name.endswith(".toml"):
@@ -297,15 +300,16 @@ class ModelProfile:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ModelProfile:
         """Read a TOML file; see the module for its form."""
+        text = read_text(path)
         try:
-            data = tomllib.loads(read_text(path))
-        except tomllib.TOMLDecodeError as error:
+            data = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:  # integers of thousands of digits too
             fail("model", "a TOML file", f"{os.fspath(path)}: {error}")
         name, note = data.pop("name", None), data.pop("note", "")
         figures: dict[str, ModelFigure] = {}
         for key, entry in data.items():
             if not isinstance(entry, dict) or set(entry) != {"value", "basis", "source"}:
-                fail(key, "a table of value, basis and source", repr(entry))
+                fail(key, "a table of value, basis and source", reprlib.repr(entry))
             value = entry["value"]
             if isinstance(value, list):
                 value = tuple(value)
@@ -321,6 +325,7 @@ class ModelProfile:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
+    path = check_path("model", path)
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -332,6 +337,8 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def _check_figure(key: str, figure: ModelFigure) -> None:
+    if not isinstance(figure, ModelFigure):
+        fail(key, "a ModelFigure", type(figure).__name__)
     what, low, high = MODEL_FIGURES[key]
     value = figure.value
     if key == "dtype":
@@ -346,7 +353,6 @@ def _check_figure(key: str, figure: ModelFigure) -> None:
         number = isinstance(value, int | float) if key in REAL else isinstance(value, int)
         if not number or isinstance(value, bool) or not low <= value <= high:  # type: ignore[operator]
             fail(key, f"{what}: a number from {low:g} to {high:g}", repr(value))
-    if figure.basis not in BASES:
-        fail(f"{key}.basis", "one of " + ", ".join(BASES), repr(figure.basis))
+    check_choice(f"{key}.basis", figure.basis, BASES)
     if not isinstance(figure.source, str) or not figure.source:
         fail(f"{key}.source", "where the figure comes from", repr(figure.source))

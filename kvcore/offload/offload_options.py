@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from kvcore.errors import fail
-from kvcore.offload.checks import check_integer
+from kvcore.offload.checks import check_choice, check_integer
 from kvcore.offload.models import ModelProfile
 from kvcore.offload.policy import POLICIES
 from kvcore.runtime.profile import DeviceProfile
@@ -72,8 +72,11 @@ class OffloadOptions:
             ("write_policy", self.write_policy, WRITE_POLICIES),
             ("arrivals", self.arrivals, ("order", "time")),
         ):
-            if value not in allowed:
-                fail(name, "one of " + ", ".join(allowed), repr(value))
+            check_choice(name, value, allowed)
+        if not isinstance(model, ModelProfile):
+            fail("model", "a ModelProfile", type(model).__name__)
+        if not isinstance(self.device, str):
+            fail("device", "the name of a device, or a .toml file", repr(self.device))
         for name, low, high in (
             ("batch", 1, MAX_BATCH), ("drafts", 0, MAX_DRAFTS), ("host_blocks", 1, MAX_BLOCKS),
             ("block_size", 1, 65_536), ("chunk", 1, 2**20), ("sample_requests", 1, 2**31),

@@ -31,11 +31,12 @@ from kvcore.offload.real_decode import RealDecode, check_host_memory
 from kvcore.offload.scheduler import Running, Scheduler, Step
 from kvcore.offload.step_clock import StepClock
 from kvcore.offload.step_trace import StepTrace
-from kvcore.offload.traces import TraceRequest
+from kvcore.offload.traces import TraceRequest, check_requests
 
 __all__ = ["OffloadReplay"]
 
 REAL_PLACES = 4
+MAX_ARRIVAL_MS = 1e9  # eleven days: what a stream waits at one time
 
 
 class _Decoding:
@@ -73,10 +74,16 @@ class OffloadReplay:
     def __init__(
         self, requests: Sequence[TraceRequest], model: ModelProfile, options: OffloadOptions
     ) -> None:
+        if not isinstance(options, OffloadOptions):
+            fail("options", "OffloadOptions", type(options).__name__)
+        requests = check_requests(requests)
         self.model, self.options = model, options
         self.profile, self.pool_entries = options.check(model)
         if not requests:
             fail("requests", "at least one", "none")
+        last = max(request.timestamp_ms for request in requests)
+        if options.arrivals == "time" and last > MAX_ARRIVAL_MS:
+            fail("timestamp", f"at most {MAX_ARRIVAL_MS:.0e} ms with arrivals by time", last)
         full = options.fidelity == "full"
         if full:  # before the books of as many blocks
             check_host_memory(model, options, model.layers, options.host_blocks)

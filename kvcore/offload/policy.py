@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from kvcore._kernels.pool_books import Arc, Books, Fifo, Lru, Previous
 from kvcore.errors import fail
-from kvcore.offload.checks import check_integer
+from kvcore.offload.checks import check_choice, check_integer
 
 __all__ = ["DEFAULT_WAYS", "POLICIES", "check_books", "make_books"]
 
@@ -52,8 +52,7 @@ def check_books(
     policy: str, capacity: int, max_tokens: int, topk: int, ways: int | None = None
 ) -> int:
     """The ways of such books (0 for none); raises what `make_books` would, and makes nothing."""
-    if policy not in POLICIES:
-        fail("policy", f"one of {', '.join(POLICIES)}", repr(policy))
+    check_choice("policy", policy, POLICIES)
     check_integer("topk", topk, 1, MAX_CAPACITY)
     check_integer("capacity", capacity, 1, MAX_CAPACITY)
     check_integer("max_tokens", max_tokens, 1, MAX_TOKENS)

@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 
 from kvcore.errors import fail
-from kvcore.offload.checks import check_integer
+from kvcore.offload.checks import check_identity, check_integer, each_key, each_of
 
 __all__ = ["BlockPool"]
 
@@ -87,7 +87,7 @@ class BlockPool:
     def match(self, keys: Iterable[Hashable]) -> list[int]:
         """The blocks of the longest run of known keys, from the first; changes nothing."""
         found: list[int] = []
-        for key in keys:
+        for key in each_key("keys", keys):
             block = self._block_of.get(key)
             if block is None:
                 break
@@ -120,7 +120,7 @@ class BlockPool:
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Hold each of these blocks once more; they are held or cached (see `match`)."""
-        self._checked_once_each(blocks)
+        blocks = self._checked_once_each(blocks)
         for place, block in enumerate(blocks):
             if not self._references[block] and block not in self._cached:
                 fail(f"blocks[{place}]", "a block that is held or cached", f"clean block {block}")
@@ -136,7 +136,7 @@ class BlockPool:
         The last owner's release makes a block cached when it has keys and clean when not.
         Blocks named first are given away first: pass a request's blocks from its end.
         """
-        self._checked_once_each(blocks)
+        blocks = self._checked_once_each(blocks)
         for place, block in enumerate(blocks):
             if not self._references[block]:
                 fail(f"blocks[{place}]", "a block that is held", f"free block {block}")
@@ -160,6 +160,7 @@ class BlockPool:
         if not self._references[self._checked(block)]:
             fail("block", "a block that is held", f"free block {block}")
         check_integer("filled", filled, 1)
+        check_identity("key", key)
         if key in self._block_of:
             return False
         self._block_of[key] = block
@@ -194,8 +195,10 @@ class BlockPool:
             fail(argument, f"a block from 0 to {self.capacity - 1}", repr(block))
         return block
 
-    def _checked_once_each(self, blocks: Sequence[int]) -> None:
+    def _checked_once_each(self, blocks: Sequence[int]) -> list[int]:
+        blocks = list(each_of("blocks", blocks))
         for place, block in enumerate(blocks):
             self._checked(block, f"blocks[{place}]")
         if len(set(blocks)) != len(blocks):
             fail("blocks", "each block once", blocks)
+        return blocks

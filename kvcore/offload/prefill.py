@@ -24,7 +24,7 @@ import numpy as np
 
 from kvcore._core import arrays
 from kvcore.errors import StreamError, fail
-from kvcore.offload.checks import check_integer
+from kvcore.offload.checks import check_device, check_integer, check_stream
 
 if TYPE_CHECKING:
     from kvcore.runtime import Buffer, Device, Event, Stream
@@ -72,10 +72,15 @@ class PrefillOffloader:
     ) -> None:
         check_integer("max_tokens", max_tokens, 1)
         check_integer("depth", depth, 1, MAX_DEPTH)
-        if copies.device is not device:
+        check_device("device", device)
+        if check_stream("copies", copies).device is not device:
             fail("copies", "a stream of the same device", repr(copies))
         if not isinstance(full, Mapping) or not full:
             fail("full", "the lanes of each layer, by layer id", type(full).__name__)
+        for layer, given in full.items():
+            check_integer("full", layer, 0)
+            if isinstance(given, np.ndarray) or not isinstance(given, Sequence) or not given:
+                fail(f"full[{layer}]", "a sequence of arrays, one a lane", type(given).__name__)
         self._full = {layer: tuple(lanes) for layer, lanes in full.items()}
         self._shape = _common_shape(self._full)
         self._device, self._copies = device, copies
@@ -107,6 +112,8 @@ class PrefillOffloader:
             fail("layer", f"one of {', '.join(map(str, self._full))}", repr(layer))
         if not self._buffers:
             raise StreamError("offloader: expected an open one, got one that was closed")
+        if check_stream("stream", stream).device is not self._device:
+            fail("stream", "a stream of the same device", repr(stream))
         place = self._next
         if place in self._taken:
             raise StreamError(
@@ -200,7 +207,6 @@ def _common_shape(
     """(blocks, block size, (size, dtype) of each lane), the same in all layers."""
     shapes: list[tuple[int, int, tuple[tuple[int, str], ...]]] = []
     for layer, lanes in full.items():
-        check_integer("full", layer, 0)
         infos = [arrays.read(lane, f"full[{layer}]") for lane in lanes]
         for info in infos:
             if len(info.shape) != 3 or 0 in info.shape:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcore.errors import fail
 from kvcore.offload.caches import LAYOUTS, PagedCaches
 from kvcore.offload.checks import check_integer
 from kvcore.offload.content import TokenRows, content_words, expected_row, token_words
@@ -26,7 +27,7 @@ from kvcore.offload.models import ModelShape
 from kvcore.offload.pool import BlockPool
 from kvcore.offload.report import Mismatch, ReplayReport, Timings
 from kvcore.offload.scheduler import Running, Scheduler, Step
-from kvcore.offload.traces import HASH_BLOCK_TOKENS, TraceRequest
+from kvcore.offload.traces import HASH_BLOCK_TOKENS, TraceRequest, check_requests
 
 __all__ = ["Replay", "slot_mapping"]
 
@@ -34,6 +35,7 @@ __all__ = ["Replay", "slot_mapping"]
 Write = Callable[..., None]
 
 _LANES = ("key", "value")
+MAX_STEP_TOKENS = 2**20  # rows of one step are made at a time
 
 
 def slot_mapping(
@@ -82,7 +84,12 @@ class Replay:
         write: Write | None = None,
         on_finished: Callable[[Running], None] | None = None,
     ) -> None:
-        self.shape, self.seed = shape, seed
+        requests = check_requests(requests)
+        for name, value in (("max_batch", max_batch), ("chunk_tokens", chunk_tokens)):
+            check_integer(name, value, 1)
+            if value > MAX_STEP_TOKENS:
+                fail(name, f"at most {MAX_STEP_TOKENS}", value)
+        self.shape, self.seed = shape, check_integer("seed", seed, 0, 2**64 - 1)
         self._verify_samples = check_integer("verify_samples", verify_samples, 0)
         # First, since this is what refuses more blocks than the machine can have.
         self.caches = PagedCaches(shape, num_blocks, block_size, layout)
@@ -118,7 +125,7 @@ class Replay:
         self._verified = 0
         self._mismatches: list[Mismatch] = []
         self._times = Timings()
-        self._sampler = np.random.default_rng([0x7665, seed & 2**64 - 1])
+        self._sampler = np.random.default_rng([0x7665, seed])
 
     # -- a step ---------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ newcomer never inherits a place's rows.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 import kvcore
 from kvcore._core import arrays
 from kvcore.errors import fail
-from kvcore.offload.checks import check_integer
+from kvcore.offload.checks import check_device, check_identity, check_integer, each_of
 
 __all__ = ["SelectionCache"]
 
@@ -63,6 +64,8 @@ class SelectionCache:
         check_integer("topk", topk, 1, 2**24)
         check_integer("block", block, 1, 2**24)
         check_integer("page", page, 1, 2**24)
+        if device is not None:
+            check_device("device", device)
         if page % block:
             fail("page", f"a multiple of block ({block})", page)
         self.batch, self.steps, self.topk, self.block = batch, steps, topk, block
@@ -116,7 +119,7 @@ class SelectionCache:
 
     def place(self, request: Hashable) -> int:
         """Where a request is.  Raises ParamInvalidError when it is not there."""
-        if request is NOBODY or request not in self._requests:
+        if check_identity("request", request) is NOBODY or request not in self._requests:
             fail("request", "a request that was admitted", repr(request))
         return self._requests.index(request)
 
@@ -125,7 +128,7 @@ class SelectionCache:
 
         Raises ParamInvalidError when it has one, or when there is none free.
         """
-        if request is NOBODY:
+        if check_identity("request", request) is NOBODY:
             fail("request", "an identity", None)
         if request in self._requests:
             fail("request", "one not admitted yet", repr(request))
@@ -153,7 +156,7 @@ class SelectionCache:
 
         order: a permutation of the places.  No row of the buffers moves.
         """
-        places = [_whole("order", i, x) for i, x in enumerate(order)]
+        places = [_whole("order", i, x) for i, x in enumerate(each_of("order", order))]
         if sorted(places) != list(range(self.batch)):
             fail("order", f"each place below {self.batch} once", places)
         with _host(self.table) as table, _host(self.status) as status:
@@ -232,9 +235,12 @@ class SelectionCache:
 
 def _whole(name: str, place: int, value: Any) -> int:
     """A whole number, numpy's included."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        fail(f"{name}[{place}]", "a place", repr(value))
-    return int(value.__index__())
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:  # of an array too, which has an __index__ when it has one element
+        pass
+    fail(f"{name}[{place}]", "a place", repr(value))
 
 
 def _empty(status: NDArray[np.int32]) -> None:

@@ -80,6 +80,8 @@ def grid(
             values[name] = [AXES[name](text) for text in listed.split(",")]
         except ValueError:
             fail("sweep", f"{name}=1,2,...", repr(axis))
+        if len(set(values[name])) != len(values[name]):
+            fail("sweep", "each value of an axis once", repr(axis))
     trace = hashlib.blake2b(
         repr([(r.timestamp_ms, r.input_length, r.output_length, r.hash_ids) for r in requests])
         .encode(),

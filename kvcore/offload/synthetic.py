@@ -25,6 +25,7 @@ from itertools import count
 
 import numpy as np
 
+from kvcore.offload.checks import check_integer
 from kvcore.offload.traces import HASH_BLOCK_TOKENS, TraceRequest
 
 __all__ = ["generate_trace"]
@@ -97,6 +98,8 @@ class _Prompt:
 
 def generate_trace(num_requests: int, *, seed: int = 0) -> Iterator[TraceRequest]:
     """Yields ``num_requests`` requests by order of arrival; the same for the same seed."""
+    check_integer("num_requests", num_requests, 0)
+    check_integer("seed", seed, 0)
     rng = np.random.default_rng([0x6B76, seed])
     ids = count()
     system = next(ids)

@@ -16,14 +16,16 @@ import json
 import math
 import os
 import reprlib
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import NoReturn
 
 from kvcore.errors import fail
+from kvcore.offload.checks import check_integer, check_path, each_of
 
-__all__ = ["HASH_BLOCK_TOKENS", "TraceRequest", "parse_line", "read_trace"]
+__all__ = ["HASH_BLOCK_TOKENS", "TraceRequest", "check_requests", "parse_line", "read_trace"]
 
 #: Tokens per entry of ``hash_ids``.
 HASH_BLOCK_TOKENS = 512
@@ -58,6 +60,15 @@ class TraceRequest:
         return self.input_length + self.output_length
 
 
+def check_requests(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
+    """The requests as a list.  Raises ParamInvalidError for anything else among them."""
+    found = list(each_of("requests", requests))
+    for place, request in enumerate(found):
+        if not isinstance(request, TraceRequest):
+            fail(f"requests[{place}]", "a TraceRequest", type(request).__name__)
+    return found
+
+
 def read_trace(
     source: str | os.PathLike[str] | Iterable[bytes], *, limit: int | None = None
 ) -> list[TraceRequest]:
@@ -67,12 +78,15 @@ def read_trace(
     limit:  read no more than this many requests; lines behind them are not looked at.
     Raises ParamInvalidError naming file and line; OSError when the file cannot be read.
     """
+    if limit is not None:
+        check_integer("limit", limit, 0, sys.maxsize)
     if isinstance(source, str | os.PathLike):
+        check_path("source", source)
         name = os.path.basename(os.fspath(source))
         with open(source, "rb") as handle:
             requests = list(islice(_parse(_bounded_lines(handle.readline), name), limit))
     else:
-        requests = list(islice(_parse(source, "line"), limit))
+        requests = list(islice(_parse(each_of("source", source), "line"), limit))
     requests.sort(key=lambda request: request.timestamp_ms)
     return requests
 
@@ -86,6 +100,8 @@ def _bounded_lines(readline: object) -> Iterator[bytes]:
 def _parse(lines: Iterable[bytes], name: str) -> Iterator[TraceRequest]:
     index = 0
     for number, line in enumerate(lines, start=1):
+        if not isinstance(line, bytes):
+            _fail(f"{name}:{number}", "line", "bytes", type(line).__name__)
         if line.strip():
             yield parse_line(line, index, where=f"{name}:{number}")
             index += 1

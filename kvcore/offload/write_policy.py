@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvcore.errors import fail
+from kvcore.offload.checks import check_choice
 
 __all__ = ["WRITE_POLICIES", "WriteBack", "WritePolicy", "WriteThrough", "make_write_policy"]
 
@@ -81,6 +81,5 @@ WRITE_POLICIES: tuple[str, ...] = (WriteThrough.name, WriteBack.name)
 
 def make_write_policy(name: str) -> WritePolicy:
     """The policy of that name.  Raises ParamInvalidError with the list."""
-    if name not in WRITE_POLICIES:
-        fail("write_policy", f"one of {', '.join(WRITE_POLICIES)}", repr(name))
+    check_choice("write_policy", name, WRITE_POLICIES)
     return WriteThrough() if name == WriteThrough.name else WriteBack()
