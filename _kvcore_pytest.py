@@ -77,6 +77,17 @@ def _mark(item: pytest.Item) -> pytest.Mark | None:
     return mark
 
 
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
+    """Say it when an option had nothing to work on."""
+    options = [name for name in ("--kvcore-soc", "--kvcore-races") if config.getoption(name)]
+    if not options or not items or any(_mark(item) is not None for item in items):
+        return []
+    return [
+        f"kvcore: {' and '.join(options)} without effect: no test is marked kvcore "
+        "(--kvcore-all takes every test)"
+    ]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Repeat marked tests."""
     mark = _mark(metafunc.definition)

@@ -160,7 +160,7 @@ def test_how_another_argument_is_written(word: str, name: str, value: Any) -> No
         ("keys=4:int8", "got 'keys' (did you mean key?)"),
         ("soc=A3", "words: expected one of key, key_cache, slot_mapping, value, "),
         ("key=4,8,128", "key: expected SHAPE:DTYPE, as in 4,8,128:float16, got '4,8,128'"),
-        ("key=4,8,128:float17", "key: expected SHAPE:DTYPE"),
+        ("key=4,8,128:float17", "key: expected a dtype among float16, bfloat16, float32, "),
         ("key=4,b,128:float16", "key: expected SHAPE:DTYPE"),
         ("key=-4:float16", "key: expected SHAPE:DTYPE"),
         ("key=4:int8 key=4:int8", "key: expected one value, got two"),

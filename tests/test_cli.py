@@ -74,6 +74,22 @@ def test_info_json_is_what_info_says(capsys: pytest.CaptureFixture[str]) -> None
     assert shown["version"] == kvcore.__version__
 
 
+def test_info_to_a_pipe_has_a_line_a_fact(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = "/a/path/" + "of many folders/" * 20 + "lib.so"
+    monkeypatch.setattr(kvcore, "info", lambda: {"version": "1.2", "aclnn": {"looked_at": path}})
+    assert main(["info"]) == 0
+    assert capsys.readouterr().out == f"version          1.2\naclnn looked_at  {path}\n"
+
+
+def test_python_m_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcore", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"kvcore {kvcore.__version__}\n"
+
+
 def test_info_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     facts = {
         "version": "1.2",

@@ -89,6 +89,16 @@ def test_unmarked(kvcore_soc):
     assert outcomes(pytester.runpytest_inprocess()) == {"passed": 4}
 
 
+@pytest.mark.parametrize("option", ["--kvcore-soc=A2", "--kvcore-races"])
+def test_an_option_without_effect_is_told(pytester: pytest.Pytester, option: str) -> None:
+    pytester.makepyfile("def test_unmarked(): pass")
+    name = option.split("=")[0]
+    result = pytester.runpytest_inprocess("-q", option)
+    result.stdout.fnmatch_lines([f"kvcore: {name} without effect: no test is marked kvcore *"])
+    for marked in (["--kvcore-all", option], []):
+        pytester.runpytest_inprocess("-q", *marked).stdout.no_fnmatch_line("*without effect*")
+
+
 def test_a_mark_may_name_its_socs(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """

@@ -114,11 +114,13 @@ def read_words(words: Iterable[str], question: Question) -> Call:
 def _array(name: str, text: str) -> Any:
     if text.strip().lower() in ("", "none"):
         return None
-    shape, _, spelled = text.rpartition(":")
+    shape, colon, spelled = text.rpartition(":")
     shape = shape.strip().strip("[]() ")
     dtype = dtype_of(spelled)
-    if dtype is None or not re.fullmatch(r"(\d+\s*([,x]\s*\d+\s*)*,?)?", shape):
+    if not colon or not re.fullmatch(r"(\d+\s*([,x]\s*\d+\s*)*,?)?", shape):
         fail(name, "SHAPE:DTYPE, as in 4,8,128:float16", repr(text))
+    if dtype is None:
+        fail(name, f"a dtype among {', '.join(dtypes.BY_NAME)}", repr(spelled))
     return _sizes(shape), dtype
 
 

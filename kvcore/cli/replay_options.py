@@ -202,7 +202,7 @@ def _add_offload(parser: Parser) -> None:
         help="chance that a draft stands when those before it do (default: 0.8)",
     )
     offload.add_argument(
-        "--write-policy", metavar="NAME", help="write_through or write_back (default: the first)"
+        "--write-policy", metavar="NAME", help="write_through, write_back (default: write_through)"
     )
     offload.add_argument(
         "--arrivals",
@@ -271,7 +271,8 @@ def _add_many(parser: Parser) -> None:
         "--sweep",
         nargs="+",
         metavar="NAME=A,B",
-        help="run a grid: policy=lru,fifo pool=8192,16384 batch=16,32 (also drafts, device, seed)",
+        help="run a grid: policy=lru,fifo pool=8192,16384 batch=16,32 (also drafts, device, "
+        "write_policy, seed)",
     )
     many.add_argument(
         "--results",

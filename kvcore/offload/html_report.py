@@ -27,7 +27,7 @@ def check_plotly() -> Any:
         from plotly import graph_objects, subplots
     except ImportError as error:
         raise BackendUnavailableError(
-            "html: expected plotly for the plots, got none installed: pip install 'kvcore[report]'",
+            "html: expected plotly for the plots, got none installed: pip install plotly",
             argument="html",
             expected="plotly",
         ) from error

@@ -10,7 +10,7 @@ from kvcore.errors import fail
 from kvcore.offload.checks import check_choice, check_integer
 from kvcore.offload.models import ModelProfile
 from kvcore.offload.policy import POLICIES
-from kvcore.runtime.profile import DeviceProfile
+from kvcore.runtime.profile import SHIPPED, DeviceProfile
 
 __all__ = ["FIDELITIES", "PREFILL_SOURCE", "PREFILL_TOKENS_PER_S", "OffloadOptions"]
 
@@ -102,14 +102,16 @@ class OffloadOptions:
             pool = rows if self.policy == "previous" else 4 * rows
         check_integer("pool", pool, 1, 2**28 - 1)
         if pool < rows:
-            fail("pool", f"at least {rows} entries: top-k {model.topk} of {1 + self.drafts}", pool)
+            tokens = f"{1 + self.drafts} tokens a step" if self.drafts else "a token a step"
+            fail("pool", f"at least {rows} entries: top-k {model.topk}, {tokens}", pool)
         if self.policy == "previous" and pool != rows:
             fail("pool", f"{rows} entries for the previous selection", pool)
-        device = (
-            DeviceProfile.load(self.device)
-            if self.device.endswith(".toml")
-            else DeviceProfile.named(self.device)
-        )
+        if self.device.endswith(".toml"):
+            device = DeviceProfile.load(self.device)
+        elif self.device in SHIPPED:
+            device = DeviceProfile.named(self.device)
+        else:
+            fail("device", f"one of {', '.join(SHIPPED)}, or a .toml file", repr(self.device))
         fixed = self.batch * self.device_bytes(model, pool, 0)
         if fixed > device.capacity_bytes:
             most = device.capacity_bytes // self.device_bytes(model, pool, 0)

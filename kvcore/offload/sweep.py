@@ -183,7 +183,7 @@ def run_on_ray(
         ray = importlib.import_module("ray")
     except ImportError as error:
         raise BackendUnavailableError(
-            "ray: expected the package ray, got none installed: pip install 'kvcore[ray]'",
+            "ray: expected the package ray, got none installed: pip install ray",
             argument="ray",
             expected="ray",
         ) from error

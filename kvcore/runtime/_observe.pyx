@@ -30,11 +30,12 @@ cdef extern from *:
     int PyFrame_GetLineNumber(PyFrameObject*)
     void Py_XDECREF(void*)
 
-cdef str HERE = os.path.dirname(__file__)
+#: The package's folder: what its torch calls or its engine launch is placed at their caller.
+cdef str HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 cpdef object call_site():
-    """(code, line) of the caller's program: the nearest frame outside this package's runtime."""
+    """(code, line) of the caller's program: the nearest frame outside this package."""
     cdef PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get())
     cdef PyFrameObject* back
     cdef PyCodeObject* code

@@ -13,7 +13,7 @@ try:
     import torch as _torch  # noqa: F401
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise ImportError(
-        "kvcore.torch needs torch; install it with: pip install 'kvcore[torch]'"
+        "kvcore.torch needs torch; install it with: pip install 'torch>=2.6'"
     ) from error
 
 from kvcore.torch.installation import Installation, install

@@ -310,6 +310,4 @@ except ImportError as error:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stdout == (
-        "kvcore.torch needs torch; install it with: pip install 'kvcore[torch]'\n"
-    )
+    assert done.stdout == ("kvcore.torch needs torch; install it with: pip install 'torch>=2.6'\n")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import types
 from pathlib import Path
@@ -165,6 +166,7 @@ def test_a_missing_wait_is_a_race() -> None:
     assert "_npu_reshape_and_cache at test_streams.py:" in message
     assert "npu_paged_cache_load at test_streams.py:" in message
     assert "key_cache" in message
+    assert "kvcore/torch" not in message.replace(os.sep, "/")  # the places are the caller's
 
 
 def test_ordered_streams_do_not_race() -> None:

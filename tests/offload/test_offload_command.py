@@ -84,7 +84,7 @@ def test_without_plotly_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
     assert main(["replay", trace, "--policy", "lru", "--html", str(tmp_path / "p.html")]) == 2
-    assert "pip install 'kvcore[report]'" in capsys.readouterr().err
+    assert "pip install plotly" in capsys.readouterr().err
 
 
 def test_comparison(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +174,7 @@ def test_a_sweep_on_ray(
     monkeypatch.setitem(sys.modules, "ray", None)
     grid[3] = str(tmp_path / "other")
     assert main(["replay", trace, *grid]) == 2
-    assert "pip install 'kvcore[ray]'" in capsys.readouterr().err
+    assert "pip install ray" in capsys.readouterr().err
 
 
 def test_an_interrupt_writes_what_is_done(
@@ -205,10 +205,13 @@ def test_an_interrupt_writes_what_is_done(
         (["--policy", "lru", "--model", "gpt"], "model: expected one of tiny, tiny-sparse"),
         (["--policy", "lru", "--model", "qwen3-8b"], "model: expected one with a top-k"),
         (["--policy", "lru", "--model", "none.toml"], "model: expected a readable text file"),
-        (["--pool", "100"], "pool: expected at least 256 entries: top-k 256 of 1, got 100"),
+        (
+            ["--pool", "100"],
+            "pool: expected at least 256 entries: top-k 256, a token a step, got 100",
+        ),
         (["--drafts", "3", "--pool", "512"], "pool: expected at least 1024 entries"),
         (["--drafts", "64"], "--drafts: expected an integer from 0 to 63, got '64'"),
-        (["--device", "H100"], "profile: expected one of A2, A3, 950"),
+        (["--device", "H100"], "device: expected one of A2, A3, 950, or a .toml file"),
         (["--batch", "4096", "--pool", "1000000"], "batch: expected at most "),
         (["--policy", "lru", "--layout", "NHSD"], "--layout: expected no option of caches"),
         (["--prefill", "none", "--prefill-tokens-per-s", "9"], "--prefill: expected no"),

@@ -43,13 +43,20 @@ def run(namespace: argparse.Namespace) -> int:
 
     from kvcore.cli.console import output
 
+    rows = list(_rows(facts))
+    console = output()
+    if not console.is_terminal:  # a line each: a path that is folded cannot be searched for
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            print(f"{name:{width}}  {value}")
+        return status.OK
     table = Table(box=box.SIMPLE, show_header=False)
-    table.add_column(style="bold")
+    table.add_column(style="bold", overflow="fold")
     table.add_column(overflow="fold")
-    for name, value in _rows(facts):
+    for name, value in rows:
         # Text, since a path or a reason may hold what rich takes for markup.
         table.add_row(Text(name), Text(value))
-    output().print(table)
+    console.print(table)
     return status.OK
 
 
