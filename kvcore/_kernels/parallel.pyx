@@ -2,7 +2,8 @@
 """The worker pool, and the only module that holds it: kernels reach it through run_chunks.
 
 A call that moves fewer than parallel_bytes() bytes stays on its caller, whatever number of threads
-it may use, so that it needs no second core on a busy machine.  The default is the size of the second-level cache, and at least 2 MiB.
+it may use, so that it needs no second core on a busy machine.  The default is the size of the
+second-level cache, and at least 2 MiB.
 """
 
 from libc.stdint cimport int64_t
