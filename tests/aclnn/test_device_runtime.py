@@ -12,13 +12,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from device_fixtures import anyio_backend, clock, npu, npus
+from device_fixtures import clock, npu, npus
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
-__all__ = ["anyio_backend", "clock", "npu", "npus"]
+__all__ = ["clock", "npu", "npus"]
 
 pytestmark = pytest.mark.usefixtures("npus")
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """One event loop: the tests of devices proper (test_device*.py) run on both."""
+    return "asyncio"
+
 
 ELSEWHERE = {
     "test_stream": {

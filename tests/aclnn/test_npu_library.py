@@ -170,6 +170,29 @@ def test_a_file_that_is_no_library_is_said(tmp_path: Path, monkeypatch: pytest.M
     assert str(home / "lib64" / "libacl_rt.so") in str(library.why_not())
 
 
+@pytest.mark.parametrize("what", ["text", "folder", "another user's"])
+def test_why_a_given_file_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    path = tmp_path / "libascendcl.so"
+    if what == "folder":
+        path.mkdir()
+    else:
+        path.write_text("x")
+    if what == "another user's":
+        if os.getuid() != 0:
+            pytest.skip("only root may give a file away")
+        os.chown(path, 12345, 12345)
+    use(monkeypatch, tmp_path)
+    reason = library.why_not()
+    said = {"text": "file too short", "folder": "not a file"}.get(what, "belongs to another user")
+    assert reason is not None
+    assert f"looked in {tmp_path} (KVCORE_ACLNN_LIBRARY_PATH); {path}: " in reason
+    assert reason.endswith(said)
+    assert reason.count(str(path)) == 1
+    assert kvcore.info()["backends"]["aclnn"] == reason
+
+
 def test_devlib_is_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build(tmp_path / "devlib" / "libacl_rt.so")
     use(monkeypatch, tmp_path / "devlib")

@@ -74,16 +74,16 @@ class DeviceArray:
     def to_host(self) -> NDArray[Any]:
         """Wait for the device and copy; types that numpy lacks come as unsigned integers."""
         cann = library.current()
-        cann.set_device(self.device_id)
-        cann.aclrtSynchronizeDevice()
-        row = BY_NAME[self.dtype]
-        kind = adopt.numpy_dtype(row) or np.dtype(row.raw)
-        whole = np.empty(self.storage_bytes, np.uint8)
-        if whole.nbytes:
-            copies.to_host(cann, whole.ctypes.data, self.base, whole.nbytes)
-        return np.ndarray(
-            self.shape, kind, whole.data, self.address - self.base, self.strides
-        ).copy()
+        with cann.on_device(self.device_id):
+            cann.aclrtSynchronizeDevice()
+            row = BY_NAME[self.dtype]
+            kind = adopt.numpy_dtype(row) or np.dtype(row.raw)
+            whole = np.empty(self.storage_bytes, np.uint8)
+            if whole.nbytes:
+                copies.to_host(cann, whole.ctypes.data, self.base, whole.nbytes)
+            return np.ndarray(
+                self.shape, kind, whole.data, self.address - self.base, self.strides
+            ).copy()
 
     def free(self) -> None:
         """Give the memory back; the device must be done with it."""

@@ -99,20 +99,20 @@ class Launch:
         """Queue it; returns what the operator returns, which the device fills in later."""
         cann, call = self._cann, self._call
         stream, keep = self._where()
-        cann.set_device(self._owner.device_id)
-        self._values.read_host()
-        with self._owner.room(cann, stream, keep) as room:
-            result, answer = self._answer(stream)
-            placed: list[Argument | None] = list(call.arguments)
-            self._place_copies(placed, room, index_only=True)
-            self._check(placed, stream)
-            if not call.is_empty():
-                self._place_copies(placed, room, index_only=False)
-                self._place_uploads(placed, room)
-                with Handles(cann) as handles:
-                    words = call.phase_one(handles, placed, room, answer)
-                    self._run(words, room, stream)
-        return call.returned() if answer is None else result
+        with cann.on_device(self._owner.device_id):
+            self._values.read_host()
+            with self._owner.room(cann, stream, keep) as room:
+                result, answer = self._answer(stream)
+                placed: list[Argument | None] = list(call.arguments)
+                self._place_copies(placed, room, index_only=True)
+                self._check(placed, stream)
+                if not call.is_empty():
+                    self._place_copies(placed, room, index_only=False)
+                    self._place_uploads(placed, room)
+                    with Handles(cann) as handles:
+                        words = call.phase_one(handles, placed, room, answer)
+                        self._run(words, room, stream)
+            return call.returned() if answer is None else result
 
     def _where(self) -> tuple[int, Keep | None]:
         target = _target.get()

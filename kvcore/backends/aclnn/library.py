@@ -23,7 +23,7 @@ from kvcore.backends.aclnn.constants import (
 from kvcore.backends.aclnn.search import ENVIRONMENT, SETTINGS, Found, Search
 from kvcore.errors import BackendUnavailableError, KVCoreError
 
-__all__ = ["Cann", "current", "forget", "last_search", "why_not"]
+__all__ = ["Cann", "OnDevice", "current", "forget", "last_search", "why_not"]
 
 PHASE_ONE = "GetWorkspaceSize"
 
@@ -137,10 +137,28 @@ class Cann:
         text: Any = self.status("aclGetRecentErrMsg")()
         return "" if not text else text.decode(errors="replace").strip()
 
+    def on_device(self, device_id: int, *, giving_back: bool = False) -> OnDevice:
+        """``with cann.on_device(0):`` gives this OS thread the device for the block.
+
+        Every call needs it.  Afterwards the thread is where it was: the caller's other work, by
+        torch_npu or anybody, may be on another device.  A thread that had none keeps this one.
+        giving_back: run the block even when the device cannot be set, as what it gives back would
+        be lost otherwise; if that matters its calls fail too.
+        """
+        return OnDevice(self, device_id, giving_back)
+
     def set_device(self, device_id: int) -> None:
-        """Give this OS thread the device; every call needs it, and it costs little."""
+        """Give this OS thread the device for good: for threads of one's own."""
         self.refuse_a_fork()
         self.aclrtSetDevice(device_id)
+
+    def context(self) -> int:
+        """The context of this OS thread; 0 where it has none."""
+        found = ctypes.c_void_p()
+        if self.status("aclrtGetCurrentContext")(ctypes.byref(found)) != ACL_SUCCESS:
+            self.recent_error()  # leave no text behind that would be taken for another's
+            return 0
+        return found.value or 0
 
     def refuse_a_fork(self) -> None:
         """Raise in a child of the process that CANN was started in."""
@@ -195,6 +213,42 @@ class Cann:
                 expected=found.profile.arch,
             )
         return found
+
+
+class OnDevice:
+    """This OS thread on a device, then back in the context that it had.
+
+    The context, not the device: setting a device counts a use of it, and would put a thread that
+    has made a context of its own into the device's default one.
+    """
+
+    __slots__ = ("_before", "_cann", "_device_id", "_giving_back")
+
+    def __init__(self, cann: Cann, device_id: int, giving_back: bool) -> None:
+        self._cann = cann
+        self._device_id = device_id
+        self._giving_back = giving_back
+        self._before = 0
+
+    def __enter__(self) -> None:
+        cann = self._cann
+        cann.refuse_a_fork()
+        self._before = cann.context()
+        try:
+            cann.set_device(self._device_id)
+        except KVCoreError:
+            if not self._giving_back:
+                raise
+
+    def __exit__(self, *_: object) -> None:
+        cann, before = self._cann, self._before
+        # What has failed in the block is what is to be told, or else the next call tells.
+        if (
+            before
+            and cann.context() != before
+            and cann.status("aclrtSetCurrentContext")(before) != ACL_SUCCESS
+        ):
+            cann.recent_error()
 
 
 _lock = threading.RLock()
@@ -259,14 +313,14 @@ def _open(search: Search) -> Cann:
 
 
 def _looked(search: Search) -> str:
-    if search.given:
-        folders = ", ".join(map(str, search.given))
-        return f"looked in {folders} ({ENVIRONMENT})"
     broken = [
-        f"{path}: {outcome}"
+        f"{path}: {outcome.removeprefix(f'{path}: ')}"  # the linker begins with the path too
         for path, outcome in search.tried
         if outcome not in ("not there", "loaded") and os.sep in path
     ]
+    if search.given:
+        folders = ", ".join(map(str, search.given))
+        return "; ".join([f"looked in {folders} ({ENVIRONMENT})", *broken])
     if broken:
         return "; ".join(broken)
     unset = [name for name in SETTINGS[1:3] if not os.environ.get(name)]

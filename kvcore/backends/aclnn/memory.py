@@ -56,26 +56,26 @@ class DeviceMemory:
         with self._lock:
             owned, self._free = self._free, False
         if owned:
-            self._cann.set_device(self.device_id)
-            self._cann.aclrtFree(self.address)
+            with self._cann.on_device(self.device_id):
+                self._cann.aclrtFree(self.address)
 
 
 def allocate(cann: Cann, device_id: int, nbytes: int) -> DeviceMemory:
     """Memory of a device; DeviceOutOfMemoryError says how much there is."""
-    cann.set_device(device_id)
-    pointer = ctypes.c_void_p()
-    try:
-        # Nothing at all is refused by CANN.
-        cann.aclrtMalloc(ctypes.byref(pointer), max(nbytes, 1), ACL_MEM_MALLOC_HUGE_FIRST)
-    except DeviceOutOfMemoryError as error:
-        error.wanted = nbytes
-        free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        if cann.has("aclrtGetMemInfo"):
-            ask = cann.status("aclrtGetMemInfo")
-            if ask(ACL_HBM_MEM, ctypes.byref(free), ctypes.byref(total)) == ACL_SUCCESS:
-                error.free, error.total = free.value, total.value
-        raise
-    return DeviceMemory(cann, device_id, pointer.value or 0, nbytes)
+    with cann.on_device(device_id):
+        pointer = ctypes.c_void_p()
+        try:
+            # Nothing at all is refused by CANN.
+            cann.aclrtMalloc(ctypes.byref(pointer), max(nbytes, 1), ACL_MEM_MALLOC_HUGE_FIRST)
+        except DeviceOutOfMemoryError as error:
+            error.wanted = nbytes
+            free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
+            if cann.has("aclrtGetMemInfo"):
+                ask = cann.status("aclrtGetMemInfo")
+                if ask(ACL_HBM_MEM, ctypes.byref(free), ctypes.byref(total)) == ACL_SUCCESS:
+                    error.free, error.total = free.value, total.value
+            raise
+        return DeviceMemory(cann, device_id, pointer.value or 0, nbytes)
 
 
 class Pool:
@@ -150,8 +150,7 @@ class Pool:
 
     def release(self) -> None:
         """Free everything; the stream must have been synchronised."""
-        with self.lock:
-            self.cann.set_device(self.device_id)
+        with self.lock, self.cann.on_device(self.device_id):
             retired, self._retired = self._retired, []
             blocks, self._blocks = list(self._blocks.values()), {}
             failed = None

@@ -14,7 +14,8 @@ nearly every call fails).
 The thread
 ----------
 Every call of ACL needs the device set on its OS thread.  Work is handed over by workers, and a
-host may be any thread: so each call of ours sets it first, always.
+host may be any thread: so each call of ours sets it first, always, and puts the thread back where
+it was (``library.OnDevice``).
 """
 
 from __future__ import annotations
@@ -129,16 +130,16 @@ class AclDevice(Device):
         self._failed = False
         self._close_errors: list[KVCoreError] = []
 
-    def _bind(self) -> None:
-        """Give this thread the device."""
-        self._cann.set_device(self.device_id)
+    def _bind(self) -> library.OnDevice:
+        """``with device._bind():`` gives this thread the device for the block."""
+        return self._cann.on_device(self.device_id)
 
     def _open(self) -> None:
         if not self._entered and not self._executor.is_forked:
-            self._bind()
-            total = self._free_and_total()[1]
-            ledger = self._ledgers["device"]
-            ledger.capacity = total if ledger.capacity < 0 else min(ledger.capacity, total)
+            with self._bind():
+                total = self._free_and_total()[1]
+                ledger = self._ledgers["device"]
+                ledger.capacity = total if ledger.capacity < 0 else min(ledger.capacity, total)
         super()._open()
 
     # -- streams
@@ -169,17 +170,17 @@ class AclDevice(Device):
         return free.value, total.value
 
     def _take_bytes(self, space: str, nbytes: int) -> npt.NDArray[np.uint8]:
-        self._bind()
-        heap = self._heap
-        heap.collect()
-        try:
-            return heap.take(space, nbytes)
-        except DeviceOutOfMemoryError:
-            self._reclaim()
-        try:
-            return heap.take(space, nbytes)
-        except DeviceOutOfMemoryError as error:
-            raise self._exhausted(space, nbytes, error) from error
+        with self._bind():
+            heap = self._heap
+            heap.collect()
+            try:
+                return heap.take(space, nbytes)
+            except DeviceOutOfMemoryError:
+                self._reclaim()
+            try:
+                return heap.take(space, nbytes)
+            except DeviceOutOfMemoryError as error:
+                raise self._exhausted(space, nbytes, error) from error
 
     def _reclaim(self) -> None:
         """Give the work under way a little time, and free what only that held."""
@@ -189,8 +190,8 @@ class AclDevice(Device):
             if isinstance(stream, AclStream) and not (stream.idle or self._executor.inside()):
                 with contextlib.suppress(KVCoreError):
                     self._host.wait_blocking(stream.mark(), max(0.0, end - time.monotonic()))
-        self._bind()
-        self._heap.trim()
+        with self._bind():
+            self._heap.trim()
 
     def _exhausted(
         self, space: str, wanted: int, cause: DeviceOutOfMemoryError
@@ -227,8 +228,8 @@ class AclDevice(Device):
 
     def _host_reached(self, mark: Mark) -> None:
         super()._host_reached(mark)
-        self._bind()
-        self._heap.collect()
+        with self._bind():
+            self._heap.collect()
 
     def _time_of(self, mark: Mark) -> float | None:
         if mark.graph is None:
@@ -248,11 +249,11 @@ class AclDevice(Device):
     def _close(self) -> None:
         self._workers.end()
         self._host.stop()
+        with self._cann.on_device(self.device_id, giving_back=True):
+            self._close_all()
+
+    def _close_all(self) -> None:
         errors = self._close_errors
-        try:
-            self._bind()
-        except KVCoreError as error:  # another party's finalize: what follows says so as well
-            errors.append(error)
         errors += self._handles.settle()
         errors += self._models.close()
         for stream in self._streams:

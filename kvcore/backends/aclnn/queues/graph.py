@@ -125,24 +125,24 @@ class AclGraph(Graph):
         self.reads = tuple([access for plan in plans for access in plan.reads])
         self.writes = tuple([access for plan in plans for access in plan.writes])
         device = self.device
-        device._bind()
-        device._close_errors += device._models.collect()
-        owned: list[Any] = []
-        try:
-            self._event = device._events.make(timing=False)
-            self._model = self._capture(owned)
-        except BaseException as error:
-            _release(owned, device._close_errors)
-            if not isinstance(error, KVCoreError) or isinstance(error, CaptureError):
-                raise
-            raise CaptureError(
-                f"graph: expected launches that CANN can capture, got: {error}",
-                argument="graph",
-                seen=str(error),
-                code=error.code,
-            ) from error
-        device._models.add(self, self._model, owned)
-        self.ready = True
+        with device._bind():
+            device._close_errors += device._models.collect()
+            owned: list[Any] = []
+            try:
+                self._event = device._events.make(timing=False)
+                self._model = self._capture(owned)
+            except BaseException as error:
+                _release(owned, device._close_errors)
+                if not isinstance(error, KVCoreError) or isinstance(error, CaptureError):
+                    raise
+                raise CaptureError(
+                    f"graph: expected launches that CANN can capture, got: {error}",
+                    argument="graph",
+                    seen=str(error),
+                    code=error.code,
+                ) from error
+            device._models.add(self, self._model, owned)
+            self.ready = True
 
     def _capture(self, owned: list[Any]) -> int:
         device = self.device
@@ -210,12 +210,12 @@ class _Replay:
         graph, stream = self._graph, self._stream
         device = stream.device
         cann = device._cann
-        device._bind()
-        stream._took(self)
-        with graph.turn:
-            cann.aclrtStreamWaitEvent(stream.handle, graph._event)
-            cann.aclmdlRIExecuteAsync(graph._model, stream.handle)
-            cann.aclrtRecordEvent(graph._event, stream.handle)
+        with device._bind():
+            stream._took(self)
+            with graph.turn:
+                cann.aclrtStreamWaitEvent(stream.handle, graph._event)
+                cann.aclmdlRIExecuteAsync(graph._model, stream.handle)
+                cann.aclrtRecordEvent(graph._event, stream.handle)
 
 
 class AclCapture(Capture):

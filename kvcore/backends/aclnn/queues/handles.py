@@ -25,20 +25,20 @@ class Handles:
     def make(self) -> int:
         """A new stream that stops at a failure; StreamError when none is left."""
         cann = self._cann
-        cann.set_device(self._device_id)
-        found = ctypes.c_void_p()
-        flags = constants.ACL_STREAM_FAST_LAUNCH | constants.ACL_STREAM_FAST_SYNC
-        cann.aclrtCreateStreamWithConfig(ctypes.byref(found), 0, flags)
-        handle = found.value or 0
-        self._live.add(handle)
-        if cann.has("aclrtSetStreamFailureMode"):
-            # What is queued behind a fault must not run on what the fault left.
-            try:
-                cann.aclrtSetStreamFailureMode(handle, constants.ACL_STOP_ON_FAILURE)
-            except BaseException:
-                self.discard(handle)
-                raise
-        return handle
+        with cann.on_device(self._device_id):
+            found = ctypes.c_void_p()
+            flags = constants.ACL_STREAM_FAST_LAUNCH | constants.ACL_STREAM_FAST_SYNC
+            cann.aclrtCreateStreamWithConfig(ctypes.byref(found), 0, flags)
+            handle = found.value or 0
+            self._live.add(handle)
+            if cann.has("aclrtSetStreamFailureMode"):
+                # What is queued behind a fault must not run on what the fault left.
+                try:
+                    cann.aclrtSetStreamFailureMode(handle, constants.ACL_STOP_ON_FAILURE)
+                except BaseException:
+                    self.discard(handle)
+                    raise
+            return handle
 
     def discard(self, handle: int) -> list[KVCoreError]:
         """Destroy a stream whose work is of no use any more; what went wrong."""
@@ -47,17 +47,16 @@ class Handles:
             return []
         self._live.discard(handle)
         errors: list[KVCoreError] = []
-        with contextlib.suppress(KVCoreError):
-            cann.set_device(self._device_id)
-        if cann.has("aclrtStreamAbort"):
-            with contextlib.suppress(KVCoreError):
-                cann.aclrtStreamAbort(handle)
-        force = cann.has("aclrtDestroyStreamForce")
-        try:
-            (cann.aclrtDestroyStreamForce if force else cann.aclrtDestroyStream)(handle)
-        except KVCoreError as error:
-            errors.append(error)
-        self._release(handle, errors)
+        with cann.on_device(self._device_id, giving_back=True):
+            if cann.has("aclrtStreamAbort"):
+                with contextlib.suppress(KVCoreError):
+                    cann.aclrtStreamAbort(handle)
+            force = cann.has("aclrtDestroyStreamForce")
+            try:
+                (cann.aclrtDestroyStreamForce if force else cann.aclrtDestroyStream)(handle)
+            except KVCoreError as error:
+                errors.append(error)
+            self._release(handle, errors)
         return errors
 
     def _release(self, handle: int, errors: list[KVCoreError]) -> None:

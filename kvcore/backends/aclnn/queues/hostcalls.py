@@ -80,10 +80,10 @@ class HostCall:
         """Hand over; called by a worker when the stream's queue comes to it."""
         stream = self._stream
         calling = stream.executor.calling()
-        stream.device._bind()
-        stream._took(self)
-        stream.device._held.add(stream)
-        self._action = launch(stream.device._cann, stream.handle, partial(self._act, calling))
+        with stream.device._bind():
+            stream._took(self)
+            stream.device._held.add(stream)
+            self._action = launch(stream.device._cann, stream.handle, partial(self._act, calling))
 
     def _act(self, calling: object) -> None:
         stream = self._stream

@@ -197,9 +197,11 @@ class Heap:
         self._gone.append(number)
         if self._closed and os.getpid() == self._process:
             # The device was left and this array outlived it; nobody will come by again.
-            with contextlib.suppress(Exception):
-                self._cann.set_device(self._device_id)
-            self.collect()
+            with (
+                contextlib.suppress(Exception),
+                self._cann.on_device(self._device_id, giving_back=True),
+            ):
+                self.collect()
 
     def collect(self) -> None:
         """Free what has gone; the device is set on this thread."""

@@ -127,9 +127,9 @@ class Record:
                 if stream.is_quiet and not self.timing:
                     return self.resolve
                 device = stream.device
-                device._bind()
-                handle = device._events.lend(self, self.timing)
-                device._cann.aclrtRecordEvent(handle, stream.handle)
+                with device._bind():
+                    handle = device._events.lend(self, self.timing)
+                    device._cann.aclrtRecordEvent(handle, stream.handle)
             except BaseException as error:  # told to the host as any failure is
                 failure = Failure(error, stream.name, "record_event")
                 fail(stream.executor, stream, failure)
@@ -263,10 +263,10 @@ class AclEvent(Event):
         super().elapsed_time(other)  # refuses what is not recorded, not reached, without timing
         assert isinstance(other, AclEvent)
         handles = [_timed(self, "event"), _timed(other, "other")]
-        self.device._bind()
-        found = ctypes.c_float()
-        self.device._cann.aclrtEventElapsedTime(ctypes.byref(found), *handles)
-        return found.value
+        with self.device._bind():
+            found = ctypes.c_float()
+            self.device._cann.aclrtEventElapsedTime(ctypes.byref(found), *handles)
+            return found.value
 
 
 def _timed(event: AclEvent, argument: str) -> int:

@@ -52,15 +52,15 @@ class _Work:
     def run(self) -> None:
         """Hand over; called by a worker when the queue comes to it."""
         stream = self._stream
-        stream.device._bind()
-        try:
-            self.hand_over(stream.handle, stream._took)
-        except KVCoreError as error:
-            if error.code is not None and status.is_sticky(error.code):
-                # An earlier fault that this call happened to report: nothing in flight is sure.
-                stream._give_up(Failure(error, stream.name, self.name))
-            raise
-        stream._look_around()
+        with stream.device._bind():
+            try:
+                self.hand_over(stream.handle, stream._took)
+            except KVCoreError as error:
+                if error.code is not None and status.is_sticky(error.code):
+                    # An earlier fault that this call happened to report: nothing in flight is sure.
+                    stream._give_up(Failure(error, stream.name, self.name))
+                raise
+            stream._look_around()
 
     def hand_over(self, handle: int, keep: Callable[[Any], None]) -> None:
         """Run the plan, which puts its kernels on the stream."""
@@ -298,8 +298,8 @@ class AclStream(Stream):
                 fail(executor, self, record.failure)
             return _nothing
         try:
-            self.device._bind()
-            self.device._cann.aclrtStreamWaitEvent(self.handle, record.handle)
+            with self.device._bind():
+                self.device._cann.aclrtStreamWaitEvent(self.handle, record.handle)
         except BaseException as error:  # told to the host as any failure is
             fail(executor, self, Failure(error, self.name, "wait_event"))
         else:

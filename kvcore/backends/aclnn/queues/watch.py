@@ -85,9 +85,9 @@ class AclHost(Host):
         while marks := [mark for mark in marks if mark.pending]:
             records: list[Record] = [mark.position for mark in marks]
             await super().wait(self._ring_for(records))
-            self._device._bind()
-            for record in records:
-                record.look()
+            with self._device._bind():
+                for record in records:
+                    record.look()
 
     async def wait_for_bytes(self, mark: Mark) -> None:
         """The same; there is no model."""
@@ -105,8 +105,8 @@ class AclHost(Host):
             next_look = time.monotonic() + LONG_S
             _hold(record.ready, next_look if end is None else min(end, next_look))
             if record.ready.pending:
-                device._bind()
-                self._look_at_held(set())
+                with device._bind():
+                    self._look_at_held(set())
         while mark.pending:
             if end is not None and time.monotonic() >= end:
                 raise StreamError(
@@ -116,17 +116,17 @@ class AclHost(Host):
                     seen=timeout_s,
                     code=TIMEOUTS[0],
                 )
-            device._bind()
-            if not record.handle:
-                continue  # a mark that resolves in this moment
-            left = SLICE_MS if end is None else 1e3 * (end - time.monotonic())
-            try:
-                if record.happens_within(max(1, min(SLICE_MS, int(left)))):
-                    record.confirm()
-                else:
-                    record.stream._look_for_failure(set())
-            except KVCoreError as error:
-                record.stream._lose(error)
+            with device._bind():
+                if not record.handle:
+                    continue  # a mark that resolves in this moment
+                left = SLICE_MS if end is None else 1e3 * (end - time.monotonic())
+                try:
+                    if record.happens_within(max(1, min(SLICE_MS, int(left)))):
+                        record.confirm()
+                    else:
+                        record.stream._look_for_failure(set())
+                except KVCoreError as error:
+                    record.stream._lose(error)
 
     def block_for_bytes(self, mark: Mark) -> None:
         """The same; there is no model."""
@@ -136,11 +136,11 @@ class AclHost(Host):
         """Whether the host, asking now, finds the mark reached."""
         if mark.pending:
             record: Record = mark.position
-            self._device._bind()
-            if not record.handle:
-                self._look_at_held(set(), polling=True)
-            elif not record.look():
-                record.stream._look_for_failure(set(), polling=True)
+            with self._device._bind():
+                if not record.handle:
+                    self._look_at_held(set(), polling=True)
+                elif not record.look():
+                    record.stream._look_for_failure(set(), polling=True)
         return not mark.pending
 
     # -- rings
@@ -148,19 +148,19 @@ class AclHost(Host):
     def _ring_for(self, records: list[Record]) -> Mark:
         """A mark that resolves when it is time to look at the records: all done, or one failed."""
         device = self._device
-        device._bind()
-        rung = promise(None)
-        if all(record.look() for record in records):
-            settle(device._executor, rung)
+        with device._bind():
+            rung = promise(None)
+            if all(record.look() for record in records):
+                settle(device._executor, rung)
+                return rung
+            records = [record for record in records if record.mark is not None]
+            for record in records:
+                record.rungs.append(rung)
+            rings = False
+            with contextlib.suppress(KVCoreError):  # then the watch does it
+                rings = self._ring(records, rung)
+            self._watch(_Watched(records, rung, rings))
             return rung
-        records = [record for record in records if record.mark is not None]
-        for record in records:
-            record.rungs.append(rung)
-        rings = False
-        with contextlib.suppress(KVCoreError):  # then the watch does it
-            rings = self._ring(records, rung)
-        self._watch(_Watched(records, rung, rings))
-        return rung
 
     def _ring(self, records: list[Record], rung: Mark) -> bool:
         device = self._device
@@ -225,11 +225,11 @@ class AclHost(Host):
         records = [record for record in watched.records if record.mark is not None]
         for record in records:
             try:
-                self._device._bind()
-                if not record.handle:
-                    self._look_at_held(seen)
-                elif not record.look():
-                    record.stream._look_for_failure(seen)
+                with self._device._bind():
+                    if not record.handle:
+                        self._look_at_held(seen)
+                    elif not record.look():
+                        record.stream._look_for_failure(seen)
             except BaseException as error:  # whoever waits must hear of it, whatever it is
                 record.stream._lose(error)
         return not watched.rung.pending
