@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ import pytest
 
 ENVIRONMENT = "KVCORE_SOC"
 SOCS = ("A2", "A3", "950")
+#: The SoC of a unittest test, which has no parameters to say it.
+_SOC = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,6 +105,32 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("kvcore_soc", socs, indirect=True)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Repeat marked tests of unittest classes, which pytest does not parametrize."""
+    asked = _asked(config)
+    if asked:
+        items[:] = [made for item in items for made in _repeated(item, asked)]
+
+
+def _repeated(item: pytest.Item, asked: list[str]) -> list[pytest.Item]:
+    mark = _mark(item)
+    parent = item.parent
+    if mark is None or parent is None or not getattr(parent, "nofuncargs", False):
+        return [item]
+    own = _known(list(mark.args), f"{item.nodeid}: pytest.mark.kvcore")
+    socs = [name for name in asked if not own or name in own]
+    if not socs:
+        item.add_marker(pytest.mark.skip(reason=f"marked for {', '.join(own)} only"))
+        return [item]
+    made: list[pytest.Item] = []
+    for soc in socs:
+        again = type(item).from_parent(parent, name=item.name, callobj=item.obj)  # type: ignore[attr-defined]
+        again.stash[_SOC] = soc
+        again.add_report_section("setup", "kvcore", f"under the limits of {soc}")
+        made.append(again)
+    return made
+
+
 @pytest.fixture
 def kvcore_soc(request: pytest.FixtureRequest) -> str | None:
     """The SoC whose limits hold in this test ("A2", "A3", "950"), or None."""
@@ -116,14 +145,49 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
         return (yield)
     with contextlib.ExitStack() as stack:
         call = getattr(item, "callspec", None)
-        soc = None if call is None else call.params.get("kvcore_soc")
+        soc = item.stash.get(_SOC, None) if call is None else call.params.get("kvcore_soc")
         if isinstance(soc, str):  # else none of the SoCs asked for is one of the mark's
             stack.enter_context(_environment(soc))
         if item.config.getoption("--kvcore-races"):
-            from kvcore.runtime import default_race_check
-
-            stack.enter_context(default_race_check("raise"))
+            stack.enter_context(_race_check())
         return (yield)
+
+
+def _race_check() -> contextlib.AbstractContextManager[None]:
+    from kvcore.runtime import default_race_check
+
+    return default_race_check("raise")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[Any]:
+    """Devices that modules make when they are imported, as for streams of their own, check too."""
+    if not session.config.getoption("--kvcore-races"):
+        return (yield)
+    with _race_check():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[Any]:
+    """Have an installation that outlives the test tell its races in the test that made them."""
+    installed = sys.modules.get("kvcore.torch.installation")
+    if installed is None or not item.config.getoption("--kvcore-races") or _mark(item) is None:
+        return (yield)
+    try:
+        result = yield
+    except BaseException:
+        with contextlib.suppress(Exception):  # the test's own failure comes first
+            _settle(installed)
+        raise
+    _settle(installed)
+    return result
+
+
+def _settle(installed: Any) -> None:
+    found = installed.active()
+    if found is not None:
+        found.streams.settle()
 
 
 @contextlib.contextmanager

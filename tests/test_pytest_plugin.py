@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 import subprocess
 import sys
@@ -24,6 +25,12 @@ def scatter(dtype):
     key, cache = np.ones((2, 1, 16), dtype), np.zeros((2, 4, 1, 16), dtype)
     kvcore.scatter_pa_kv_cache(key, cache, np.array([1, 6]), key, cache.copy())
 """
+
+
+def need_torch() -> None:
+    """Skip without torch; not by loading it, since an inner run's end would unload it again."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
 
 
 def outcomes(result: pytest.RunResult) -> dict[str, int]:
@@ -287,12 +294,99 @@ def test_two_streams(kvcore_namespace):
 
 
 def test_a_namespace(pytester: pytest.Pytester) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
+    need_torch()
     pytester.makepyfile(NAMESPACE)
     assert outcomes(pytester.runpytest_subprocess()) == {"passed": 2}
     result = pytester.runpytest_subprocess("--kvcore-soc=A3", "--kvcore-races")
     assert outcomes(result) == {"failed": 2}
     result.stdout.fnmatch_lines(["*ParamInvalidError: key: expected * on A3*", "*RaceError*"])
+
+
+RECIPE = """
+import sys, types, kvcore.torch
+torch_npu = sys.modules["torch_npu"] = types.ModuleType("torch_npu")
+kvcore.torch.install(torch_npu)
+"""
+RACING = """
+import torch
+import torch_npu
+from torch_npu.npu import Stream, stream
+
+COMM = Stream()
+KEY, CACHE = torch.ones(1, 1, 16).half(), torch.zeros(2, 4, 1, 16).half()
+
+def write():
+    torch_npu._npu_reshape_and_cache_siso(KEY, CACHE, torch.tensor([3]).int())
+
+def test_left_on_a_stream():
+    with stream(COMM):
+        write()
+
+def test_after_it():
+    write()
+
+def test_racing():
+    with stream(COMM):
+        write()
+    write()
+
+def test_fails_and_races():
+    test_racing()
+    assert 0, "its own failure"
+
+def test_ordered():
+    write()
+    COMM.wait_stream(torch_npu.npu.current_stream())
+    with stream(COMM):
+        write()
+"""
+
+
+def test_an_installation_for_all_tests_tells_each_its_races(pytester: pytest.Pytester) -> None:
+    need_torch()
+    pytester.makeconftest(RECIPE)
+    pytester.makepyfile(RACING)
+    result = pytester.runpytest_subprocess("--kvcore-races", "--kvcore-all", "-rA")
+    assert outcomes(result) == {"passed": 3, "failed": 2}
+    result.stdout.fnmatch_lines(["*_ test_racing _*", "*RaceError*WAW*"])
+    result.stdout.fnmatch_lines(["*_ test_fails_and_races _*", "*AssertionError: its own failure*"])
+
+
+UNITTESTS = """
+import unittest
+import numpy as np
+import pytest
+import kvcore
+
+class TestCache(unittest.TestCase):
+    def setUp(self):
+        self.key, self.cache = np.ones((2, 1, 16), "f4"), np.zeros((2, 4, 1, 16), "f4")
+
+    def scatter(self):
+        slots = np.array([1, 6])
+        kvcore.scatter_pa_kv_cache(self.key, self.cache, slots, self.key, self.cache.copy())
+
+    def test_plain(self):
+        self.scatter()
+
+    @pytest.mark.kvcore
+    def test_marked(self):
+        self.scatter()
+
+    @pytest.mark.kvcore("A3")
+    def test_of_one(self):
+        self.scatter()
+"""
+
+
+def test_unittest_classes_are_repeated_too(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(UNITTESTS)
+    assert outcomes(pytester.runpytest_subprocess()) == {"passed": 3}
+    result = pytester.runpytest_subprocess("--kvcore-soc=A2,950", "-rA")
+    assert outcomes(result) == {"passed": 2, "failed": 1, "skipped": 1}
+    result.stdout.fnmatch_lines(["*_ TestCache.test_marked _*", "*under the limits of A2*"])
+    result = pytester.runpytest_subprocess("--kvcore-soc=A2,950", "--kvcore-all")
+    assert outcomes(result) == {"passed": 2, "failed": 2, "skipped": 1}
 
 
 def test_a_namespace_without_torch(pytester: pytest.Pytester) -> None:
@@ -315,7 +409,7 @@ def test_step():
 
 
 def test_the_recipe_of_the_readme(pytester: pytest.Pytester) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
+    need_torch()
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     (recipe,) = re.findall(r"^```python\n(# conftest.py\n.*?)^```$", readme, re.M | re.S)
     (command,) = re.findall(r"^pytest (--kvcore.*)$", readme, re.M)

@@ -116,6 +116,11 @@ class Installation:
             except (AttributeError, TypeError):
                 fail("ns", "an object that takes attributes, as a module", _name_of(self.ns))
             self._undo.callback(_take_back, self.ns, name, value)
+        if sys.modules.get(_name_of(self.ns)) is self.ns:
+            # "from torch_npu.npu import Stream" asks for the module by its full name.
+            for module in (members["npu"], members["atb"]):
+                if sys.modules.setdefault(module.__name__, module) is module:
+                    self._undo.callback(sys.modules.pop, module.__name__, None)
 
     # -- undoing
 

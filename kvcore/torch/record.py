@@ -11,10 +11,13 @@ index tensors, small ones of unknown use and returned tensors are kept whole.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import struct
+import threading
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -55,6 +58,12 @@ class Recording:
     max_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
+        if not isinstance(self.path, str | os.PathLike) or not isinstance(
+            os.fspath(self.path), str
+        ):
+            fail("path", "a path as text", type(self.path).__name__)
+        if "\0" in os.fspath(self.path) or not Path(self.path).name:
+            fail("path", "a path that ends in a file's name", repr(os.fspath(self.path)))
         for name in ("max_calls", "max_bytes"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -69,6 +78,9 @@ def make_recorder(record: Any) -> Recorder | None:
         record = Recording(record)
     if not isinstance(record, Recording):
         fail("record", "a path, a kvcore.torch.Recording or None", type(record).__name__)
+    folder = Path(record.path).parent
+    if not os.access(folder, os.W_OK | os.X_OK) or not folder.is_dir():
+        fail("record", "a path in a folder that can be written", repr(os.fspath(record.path)))
     return Recorder(record)
 
 
@@ -96,7 +108,7 @@ class Entry:
 
 
 class Recorder:
-    """Writes the calls of one process into one file.
+    """Writes the calls of one process, of any of its threads, into one file.
 
     calls, dropped: written, and not written since the file was full.
     """
@@ -108,10 +120,12 @@ class Recorder:
         self._reset()
 
     def _reset(self) -> None:
+        self._lock = threading.Lock()
         self.path: Path | None = None
         self.calls = 0
         self.dropped = 0
         self._written = 0
+        self._broken = False
 
     def before(self, operator: Vendor, soc: Any, given: Given, plan: Plan) -> Entry | None:
         """Keep what the call is about to touch; None when the file is full."""
@@ -119,9 +133,10 @@ class Recorder:
             self._file = None
             self._pid = os.getpid()
             self._reset()
-        if self.calls >= self.recording.max_calls or self._written >= self.recording.max_bytes:
-            self.dropped += 1
-            return None
+        with self._lock:
+            if self._is_full(0):
+                self.dropped += 1
+                return None
         plan.check_values()
         found = plan.spec.accesses(plan)
         if found is None:
@@ -156,16 +171,31 @@ class Recorder:
         ]
         text = json.dumps(entry.head).encode()
         size = HEAD.size + len(text) + payload.size
-        if self._written + size > self.recording.max_bytes:
-            self.dropped += 1
-            return
+        with self._lock:
+            if self._is_full(size):
+                self.dropped += 1
+                return
+            try:
+                self._write([HEAD.pack(len(text)) + text, *(part.data for part in payload.parts)])
+            except OSError as error:
+                # The call is done and stays done: what is lost is its record, and those to come.
+                self.dropped += 1
+                self._broken = True
+                warnings.warn(f"recording of calls ended: {error}", RuntimeWarning, stacklevel=2)
+                return
+            self._written += size
+            self.calls += 1
+
+    def _is_full(self, size: int) -> bool:
+        limits = self.recording
+        used = self._written + max(size, 1)
+        return self._broken or self.calls >= limits.max_calls or used > limits.max_bytes
+
+    def _write(self, parts: list[Any]) -> None:
         file = self._open()
-        file.write(HEAD.pack(len(text)) + text)
-        for part in payload.parts:
-            file.write(part.data)
+        for part in parts:
+            file.write(part)
         file.flush()
-        self._written += size
-        self.calls += 1
 
     def _open(self) -> BinaryIO:
         if self._file is None:
@@ -181,9 +211,14 @@ class Recorder:
 
     def close(self) -> None:
         """Close the file; the recorder writes no more."""
-        if self._file is not None and os.getpid() == self._pid:
-            self._file.close()
-        self._file = None
+        if os.getpid() != self._pid:  # a forked child's: neither the file nor the lock is its own
+            self._file = None
+            return
+        with self._lock:
+            file, self._file, self._broken = self._file, None, True
+            if file is not None:
+                with contextlib.suppress(OSError):  # told already, by the write that failed
+                    file.close()
 
 
 def _create(path: Path) -> tuple[BinaryIO, Path]:
@@ -223,10 +258,11 @@ def extent_bytes(tensor: Tensor) -> int:
 
 def bytes_of(tensor: Tensor) -> Bytes:
     """A copy of the elements in row-major order."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.numel() == 0:
+    if tensor.numel() == 0:
         return np.empty(0, np.uint8)
-    return np.array(flat.view(torch.uint8).numpy())
+    flat = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
+    found: Bytes = flat.view(torch.uint8).numpy()
+    return found
 
 
 def _memory(tensor: Tensor) -> Bytes:

@@ -99,6 +99,15 @@ class Streams:
         self.closed = True
         self._owned.__exit__(kind, error, trace)
 
+    def settle(self) -> None:
+        """Wait for all that can end, so that what comes is ordered behind it; raises races."""
+        if self._device is None or self.closed:
+            return
+        if self._device.awaits_external:
+            self._device._raise_races()
+        else:
+            self._device.synchronize_blocking()
+
     def run(self, call: Call, name: str) -> Any:
         """Run a call now, at its place on the current stream."""
         raw = self.current.raw

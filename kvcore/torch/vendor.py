@@ -20,6 +20,7 @@ import kvcore
 from kvcore._core.arrays import read
 from kvcore._core.plan import Plan
 from kvcore.errors import KVCoreError, ParamInvalidError, fail
+from kvcore.soc import current, resolve
 from kvcore.torch.formats import is_nz
 from kvcore.torch.library import selection_lengths
 from kvcore.torch.scatter_nd import plan_scatter_nd_update
@@ -174,11 +175,20 @@ def _reshape_and_cache(
     slot_indices: Tensor,
 ) -> Call:
     mode = _cache_mode(key_cache, value_cache)
+    if value is None and value_cache is None and mode == "Norm" and _is_950(soc):
+        # There ATB hands key only to ScatterPaCache, as ScatterPaKvCache does not take it.
+        return Call(kvcore.plan_scatter_pa_cache(key, key_cache, slot_indices, soc=soc))
     return Call(
         kvcore.plan_scatter_pa_kv_cache(
             key, key_cache, slot_indices, value, value_cache, cache_mode=mode, soc=soc
         )
     )
+
+
+def _is_950(soc: Any) -> bool:
+    """Whether the 950's limits hold for a call."""
+    found = current() if soc is None else resolve(soc)
+    return found is not None and found.name == "950"
 
 
 def _reshape_and_cache_siso(soc: Any, key: Tensor, key_cache: Tensor, slot_indices: Tensor) -> Call:

@@ -162,6 +162,7 @@ class _Reader:
             KeyError,
             TypeError,
             ValueError,
+            OverflowError,
             AttributeError,
             RuntimeError,
             MemoryError,
@@ -246,7 +247,8 @@ class _Stored:
             raise ValueError(f"{self.name}: nothing kept")
         if self.ranges is not None:
             _put(memory, self.ranges, self.before)
-        base = torch.from_numpy(memory)
+        # Of no bytes, numpy's stride is 0, which torch does not view as another dtype.
+        base = torch.from_numpy(memory) if self.size else torch.empty(0, dtype=torch.uint8)
         if device is not None:
             base = base.to(device)
         tensor = base.view(self.dtype).as_strided(self.shape, self.strides)

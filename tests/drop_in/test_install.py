@@ -242,6 +242,29 @@ def test_soc_holds_for_every_call() -> None:
         ns._npu_reshape_and_cache_siso(key, cache, where)
 
 
+@pytest.mark.parametrize("how", ["install", "use_soc", "KVCORE_SOC"])
+def test_key_only_on_the_950_is_scatter_pa_cache(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ATB hands it on to that operator there: fp32 is fine, PA_NZ and a value of None are not."""
+    ns = types.ModuleType("torch_npu")
+    key, cache, where = torch.ones(1, 1, 8), torch.zeros(2, 4, 1, 8), torch.tensor([3])
+    if how == "KVCORE_SOC":
+        monkeypatch.setenv("KVCORE_SOC", "950")
+    with (
+        kvcore.use_soc("950" if how == "use_soc" else None),
+        kvcore.torch.install(ns, soc="950" if how == "install" else None),
+    ):
+        ns._npu_reshape_and_cache_siso(key, cache, where)
+        assert cache[0, 3].eq(1).all()
+        assert cache.sum() == 8
+        with pytest.raises(kvcore.ParamInvalidError, match=r"^slot_indices: expected"):
+            ns._npu_reshape_and_cache_siso(key, cache, where.short())
+        nz = ns.npu_format_cast(torch.zeros(2, 1, 4, 8), 29)
+        with pytest.raises(kvcore.ParamInvalidError, match="on 950"):
+            ns._npu_reshape_and_cache_siso(key, nz, where)
+        with pytest.raises(kvcore.ParamInvalidError, match="on 950"):
+            ns.npu_scatter_pa_kv_cache(key, None, cache, None, where, cache_mode="Norm")
+
+
 def test_device_alias() -> None:
     ns = types.ModuleType("torch_npu")
     with pytest.raises(RuntimeError):

@@ -8,8 +8,10 @@ import json
 import os
 import re
 import struct
+import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -230,14 +232,6 @@ def test_limits_that_are_none(arguments: dict[str, Any], argument: str) -> None:
         kvcore.torch.Recording("calls", **arguments)
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with (
-        recording(tmp_path / "nowhere" / "calls") as (ns, _),
-        pytest.raises(FileNotFoundError),
-    ):
-        siso(ns, 1)
-
-
 # ---------------------------------------------------------------- files that were tampered with
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
@@ -333,3 +327,78 @@ def test_every_operator_but_swaps_is_recorded() -> None:
     own = {o.schema.partition("(")[0] for o in vendor.OPERATORS}
     twins = {f"{o.name}_functional" for o in vendor.OPERATORS if o.twin}
     assert own | twins == known
+
+
+def scatter(ns: Any, key: Any = None) -> None:
+    key = torch.randn(3, 2, 16).half() if key is None else key
+    cache = torch.zeros(4, 8, 2, 16).half()
+    ns._npu_reshape_and_cache_siso(key, cache, torch.arange(key.shape[0]))
+
+
+def test_threads_write_whole_records(tmp_path: Path) -> None:
+    with recording(tmp_path / "calls.kvrec") as (ns, recorder):
+        start = threading.Barrier(4)
+
+        def work() -> None:
+            start.wait()
+            for _ in range(40):
+                scatter(ns)
+
+        with ThreadPoolExecutor(4) as pool:
+            for done in [pool.submit(work) for _ in range(4)]:
+                done.result()
+        assert recorder.calls == 160
+    result = kvcore.torch.verify(recorder.path)
+    assert (result.ok, result.calls, result.cut_off) == (True, 160, False)
+
+
+@pytest.mark.parametrize("soc", ["A2", "A3", "950"])
+def test_calls_under_a_soc_are_verified_under_it(soc: str, tmp_path: Path) -> None:
+    with kvcore.torch.install(
+        types.ModuleType("torch_npu"), soc=soc, record=tmp_path / "c"
+    ) as handle:
+        scatter(handle.ns)
+    assert kvcore.torch.verify(handle.recorder.path).ok
+
+
+def test_calls_with_no_token_and_with_steps_of_nothing(tmp_path: Path) -> None:
+    with recording(tmp_path / "calls.kvrec") as (ns, recorder):
+        scatter(ns, torch.randn(3, 2, 16).half()[:0])
+        target = torch.zeros(3, dtype=torch.int64)
+        one = torch.ones((), dtype=torch.int64).expand(1)  # one element, with a stride of 0
+        ns.npu_scatter_nd_update_(target, one.expand(1, 1), one)
+    result = kvcore.torch.verify(recorder.path)
+    assert (result.ok, result.calls) == (True, 2), result
+
+
+@pytest.mark.parametrize("path", ["", ".", "/", b"calls", "a\0b", None, 7])
+def test_paths_that_are_none(path: Any) -> None:
+    with pytest.raises(kvcore.ParamInvalidError, match=r"^path: expected a path"):
+        kvcore.torch.Recording(path)
+
+
+def test_a_folder_that_is_not_there_is_told_before_any_call(tmp_path: Path) -> None:
+    with pytest.raises(kvcore.ParamInvalidError, match=r"^record: expected a path in a folder"):
+        kvcore.torch.install(types.ModuleType("torch_npu"), record=tmp_path / "no" / "c.kvrec")
+
+
+def test_a_write_that_fails_ends_the_recording_and_not_the_call(tmp_path: Path) -> None:
+    with recording(tmp_path / "calls.kvrec") as (ns, recorder):
+        scatter(ns)
+        recorder._file.close()
+        recorder._file = open("/dev/full", "wb")  # noqa: SIM115
+        with pytest.warns(RuntimeWarning, match=r"^recording of calls ended: .*No space left"):
+            scatter(ns)
+        scatter(ns)
+        assert (recorder.calls, recorder.dropped) == (1, 2)
+    result = kvcore.torch.verify(recorder.path)
+    assert (result.ok, result.calls) == (True, 1)
+
+
+def test_numbers_beyond_all_bounds(tmp_path: Path) -> None:
+    text = b'{"namespace": "atb", "schema": "_npu_reshape_and_cache_siso", "soc": null, '
+    text += b'"arguments": {}, "returned": [], "tensors": {"key": {"before": [0, 1e400]}}}'
+    path = tmp_path / "tampered"
+    path.write_bytes(record.MAGIC + record.HEAD.pack(len(text)) + text)
+    with pytest.raises(kvcore.ParamInvalidError, match=r"^path: expected a whole record"):
+        kvcore.torch.verify(path)
