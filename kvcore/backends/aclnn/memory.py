@@ -202,7 +202,7 @@ def release(cann: Cann, device_id: int, stream: int | None) -> None:
         pool.release()
 
 
-Keep = Callable[[Any], None]
+Keep = Callable[[Any], object]
 
 
 class Room:

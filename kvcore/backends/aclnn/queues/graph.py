@@ -191,12 +191,13 @@ class AclGraph(Graph):
 class _Replay:
     """One replay on a stream."""
 
-    __slots__ = ("_graph", "_stream", "num_descriptors", "reads", "writes")
+    __slots__ = ("_graph", "_losses", "_stream", "num_descriptors", "reads", "writes")
     name = "replay"
 
     def __init__(self, graph: AclGraph, stream: AclStream) -> None:
         self._graph = graph
         self._stream = stream
+        self._losses = stream.losses
         self.reads = graph.reads
         self.writes = graph.writes
         self.num_descriptors = graph.num_operations
@@ -210,12 +211,13 @@ class _Replay:
         graph, stream = self._graph, self._stream
         device = stream.device
         cann = device._cann
-        with device._bind():
-            stream._took(self)
+        with device._bind(), stream._using(self._losses) as handle:
+            if not handle or not stream._took(self, self._losses):
+                return  # behind a failure that the queue has not heard of yet
             with graph.turn:
-                cann.aclrtStreamWaitEvent(stream.handle, graph._event)
-                cann.aclmdlRIExecuteAsync(graph._model, stream.handle)
-                cann.aclrtRecordEvent(graph._event, stream.handle)
+                cann.aclrtStreamWaitEvent(handle, graph._event)
+                cann.aclmdlRIExecuteAsync(graph._model, handle)
+                cann.aclrtRecordEvent(graph._event, handle)
 
 
 class AclCapture(Capture):

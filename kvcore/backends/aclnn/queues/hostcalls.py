@@ -64,7 +64,7 @@ class HostCall:
     failure: when the function raises, nothing behind it is handed over.
     """
 
-    __slots__ = ("_action", "_args", "_fn", "_stream", "done", "name")
+    __slots__ = ("_action", "_args", "_fn", "_losses", "_stream", "done", "name")
 
     def __init__(
         self, stream: AclStream, fn: Callable[..., object], args: tuple[object, ...], name: str
@@ -73,6 +73,7 @@ class HostCall:
         self._fn = fn
         self._args = args
         self._stream = stream
+        self._losses = stream.losses
         self._action: Action | None = None
         self.done = promise(stream)
 
@@ -80,10 +81,14 @@ class HostCall:
         """Hand over; called by a worker when the stream's queue comes to it."""
         stream = self._stream
         calling = stream.executor.calling()
-        with stream.device._bind():
-            stream._took(self)
+        with stream.device._bind(), stream._using(self._losses) as handle:
             stream.device._held.add(stream)
-            self._action = launch(stream.device._cann, stream.handle, partial(self._act, calling))
+            if handle and stream._took(self, self._losses):
+                self._action = launch(stream.device._cann, handle, partial(self._act, calling))
+                return
+        failure = stream.loss_since(self._losses)
+        assert failure is not None
+        self.abandon(failure)
 
     def _act(self, calling: object) -> None:
         stream = self._stream

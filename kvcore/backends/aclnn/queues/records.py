@@ -88,6 +88,7 @@ class Record:
     ready:   a mark resolved when the hardware has the record (or will never have it).
     handle:  the aclrtEvent, 0 until then.
     failure: why it was not reached.
+    losses:  failures of the stream when it was launched.
     rungs:   marks resolved when somebody should look at the hardware again.
     """
 
@@ -97,6 +98,7 @@ class Record:
         "failure",
         "handle",
         "in_flight",
+        "losses",
         "mark",
         "ready",
         "rungs",
@@ -114,6 +116,7 @@ class Record:
         self.failure: Failure | None = None
         self.rungs: list[Mark] = []
         self.in_flight = False
+        self.losses = 0
 
     def hand_over(self, step: Mark) -> Callable[[], object]:
         """The queue has come to this record; what the call returns tells whoever waits.
@@ -124,20 +127,31 @@ class Record:
         failure = step.failure
         if failure is None and not step.dropped:
             try:
-                if stream.is_quiet and not self.timing:
+                quiet = stream.is_quiet and not self.timing
+                # Asked in this order: a stream may be quiet because it has just lost its work.
+                failure = stream.loss_since(self.losses)
+                if quiet and failure is None:
                     return self.resolve
-                device = stream.device
-                with device._bind():
-                    handle = device._events.lend(self, self.timing)
-                    device._cann.aclrtRecordEvent(handle, stream.handle)
+                if failure is None and self._put(stream):
+                    return partial(settle, stream.executor, self.ready)
+                failure = stream.loss_since(self.losses)
             except BaseException as error:  # told to the host as any failure is
                 failure = Failure(error, stream.name, "record_event")
                 fail(stream.executor, stream, failure)
-            else:
-                stream._took(self)
-                self.handle = handle
-                return partial(settle, stream.executor, self.ready)
         return partial(self.resolve, failure, dropped=step.dropped)
+
+    def _put(self, stream: AclStream) -> bool:
+        """Record an event on the hardware; False when the stream has failed meanwhile."""
+        device = stream.device
+        with device._bind(), stream._using(self.losses) as on:
+            if not on:
+                return False
+            handle = device._events.lend(self, self.timing)
+            device._cann.aclrtRecordEvent(handle, on)
+            if not stream._took(self, self.losses):
+                return False
+            self.handle = handle
+            return True
 
     def resolve(self, failure: Failure | None = None, *, dropped: bool = False) -> None:
         """Tell everybody, once."""
@@ -161,7 +175,7 @@ class Record:
         try:
             self.stream.device._cann.aclrtQueryEventStatus(self.handle, ctypes.byref(status))
         except KVCoreError as error:
-            self.stream._lose(error)
+            self.stream._lose(error, losses=self.losses)
             return True
         if status.value != constants.ACL_EVENT_RECORDED_STATUS_COMPLETE:
             return False
@@ -195,7 +209,7 @@ class Record:
         stream = self.stream
         for other in stream._waited_for(self):
             if other.failure is not None:
-                stream._lose(other.failure.cause, other.failure)
+                stream._lose(other.failure.cause, other.failure, self.losses)
         if self.mark is None:
             return
         try:
@@ -207,7 +221,7 @@ class Record:
             if stream._ends_with(self):
                 stream._synchronize_briefly()
         except KVCoreError as error:
-            stream._lose(error)
+            stream._lose(error, losses=self.losses)
         else:
             stream._passed(self)
 

@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -39,9 +39,10 @@ GLANCE_MS = 1
 class _Work:
     """An operation as the queue has it: the plan for whoever asks about it, and how it is run."""
 
-    __slots__ = ("_plan", "_stream", "name")
+    __slots__ = ("_losses", "_plan", "_stream", "name")
 
     def __init__(self, stream: AclStream, plan: Any, name: str | None = None) -> None:
+        self._losses = stream.losses
         self._stream = stream
         self._plan = plan
         self.name = name or _name(plan)
@@ -52,9 +53,11 @@ class _Work:
     def run(self) -> None:
         """Hand over; called by a worker when the queue comes to it."""
         stream = self._stream
-        with stream.device._bind():
+        with stream.device._bind(), stream._using(self._losses) as handle:
+            if not handle:
+                return  # behind a failure that the queue has not heard of yet
             try:
-                self.hand_over(stream.handle, stream._took)
+                self.hand_over(handle, stream._took)
             except KVCoreError as error:
                 if error.code is not None and status.is_sticky(error.code):
                     # An earlier fault that this call happened to report: nothing in flight is sure.
@@ -62,7 +65,7 @@ class _Work:
                 raise
             stream._look_around()
 
-    def hand_over(self, handle: int, keep: Callable[[Any], None]) -> None:
+    def hand_over(self, handle: int, keep: Callable[[Any], object]) -> None:
         """Run the plan, which puts its kernels on the stream."""
         keep(self._plan)
         # The operators keep their workspace by stream, but in a capture.
@@ -92,7 +95,7 @@ class _Moves(_Work):
         super().__init__(stream, transfer.plan)
         self._transfer = transfer
 
-    def hand_over(self, handle: int, keep: Callable[[Any], None]) -> None:
+    def hand_over(self, handle: int, keep: Callable[[Any], object]) -> None:
         """Put its copies on the stream."""
         self._transfer.hand_over(handle, keep)
 
@@ -116,6 +119,13 @@ class AclStream(Stream):
         self._tail: Mark | None = None
         self._next_look = 0.0
         self._stuck_at: Record | None = None
+        #: Failures of the hardware so far: what was launched before one may not be handed over
+        #: behind it, and a worker can be about to while another thread finds out.
+        self.losses = 0
+        self._last_loss: Failure | None = None
+        #: Calls that use the handle now; a lost one is destroyed behind the last of them.
+        self._users = 0
+        self._doomed: list[int] = []
         #: Others put work on the handle too: an empty flight says nothing.
         self.shared = False
 
@@ -125,6 +135,33 @@ class AclStream(Stream):
         if not self._handle:
             self._handle = self.device._handles.make()
         return self._handle
+
+    @contextlib.contextmanager
+    def _using(self, losses: int) -> Iterator[int]:
+        """The handle, kept until the block ends; 0 when there was a failure since ``losses``."""
+        handle = 0
+        while not handle and self.losses == losses:
+            made = self.handle
+            with self._flight_lock:
+                if self.losses == losses and self._handle == made:
+                    handle = made
+                    self._users += 1
+        try:
+            yield handle
+        finally:
+            if handle:
+                with self._flight_lock:
+                    self._users -= 1
+                    doomed: list[int] = []
+                    if not self._users:
+                        doomed, self._doomed = self._doomed, doomed
+                for lost in doomed:
+                    self.device._handles.discard(lost)
+
+    def loss_since(self, losses: int) -> Failure | None:
+        """The last failure of the hardware, if there was one since."""
+        with self._flight_lock:
+            return None if self.losses == losses else self._last_loss
 
     # -- launching
 
@@ -204,6 +241,7 @@ class AclStream(Stream):
         record = record_of(self.executor, mark)
         owned(mark, self)
         record.stream = self
+        record.losses = self.losses
         observer = self.executor.observer
         if observer is None:
             self._in_order(record.hand_over)
@@ -286,9 +324,9 @@ class AclStream(Stream):
         if record.ready.pending:
             # The hardware must have the record before it can be told to wait for it.
             hold(self.executor, self, record.ready)
-        self._in_order(partial(self._depend, record))
+        self._in_order(partial(self._depend, record, self.losses))
 
-    def _depend(self, record: Record, step: Mark) -> Callable[[], object]:
+    def _depend(self, record: Record, losses: int, step: Mark) -> Callable[[], object]:
         """Tell the hardware to wait for a record.  Never raises, as ``Record.hand_over``."""
         if step.failed or step.dropped:
             return _nothing
@@ -298,12 +336,12 @@ class AclStream(Stream):
                 fail(executor, self, record.failure)
             return _nothing
         try:
-            with self.device._bind():
-                self.device._cann.aclrtStreamWaitEvent(self.handle, record.handle)
+            with self.device._bind(), self._using(losses) as handle:
+                if handle:
+                    self.device._cann.aclrtStreamWaitEvent(handle, record.handle)
+                    self._took(Dependency(record), losses)
         except BaseException as error:  # told to the host as any failure is
             fail(executor, self, Failure(error, self.name, "wait_event"))
-        else:
-            self._took(Dependency(record))
         return _nothing
 
     def _same_device(self, event: Any) -> None:
@@ -339,11 +377,15 @@ class AclStream(Stream):
         """True when the hardware has nothing of this stream that is not known to be done."""
         return not self._flight and not self.shared
 
-    def _took(self, item: object) -> None:
+    def _took(self, item: object, losses: int | None = None) -> bool:
+        """Remember what the hardware has; False when there was a failure since ``losses``."""
         with self._flight_lock:
+            if losses is not None and self.losses != losses:
+                return False
             self._flight.append(item)
             if isinstance(item, Record):
                 item.in_flight = True
+            return True
 
     def _ran(self, call: HostCall) -> None:
         """A host function is over: with nothing before it, that is all there is to know."""
@@ -404,7 +446,9 @@ class AclStream(Stream):
         if not self._handle or not cann.has("aclrtSynchronizeStreamWithTimeout"):
             return
         try:
-            cann.aclrtSynchronizeStreamWithTimeout(self._handle, GLANCE_MS)
+            with self._using(self.losses) as handle:
+                if handle:
+                    cann.aclrtSynchronizeStreamWithTimeout(handle, GLANCE_MS)
         except KVCoreError as error:
             if error.code not in TIMEOUTS:
                 raise
@@ -449,6 +493,7 @@ class AclStream(Stream):
             stream._look_here()
 
     def _look_here(self) -> None:
+        losses = self.losses
         records = self._waited_for()
         held = [record for record in records if not record.look()]
         for record in records:
@@ -470,35 +515,50 @@ class AclStream(Stream):
                 record.confirm()
             self._synchronize_briefly()
         except KVCoreError as error:
-            self._lose(error)
+            self._lose(error, losses=losses)
 
     # -- failing
 
-    def _lose(self, cause: BaseException, failure: Failure | None = None) -> None:
-        """The hardware has failed here, or on a stream that this one waits for."""
+    def _lose(
+        self, cause: BaseException, failure: Failure | None = None, losses: int | None = None
+    ) -> None:
+        """The hardware has failed here, or on a stream that this one waits for.
+
+        losses: how many failures there had been when this one was met; if there are more, another
+        thread was faster and this is no other.
+        """
         if failure is None:
             failure = Failure(cause, self.name, self._in_flight_names())
-        fail(self.executor, self, failure)
-        self._give_up(failure)
+        items = self._cut(failure, losses)
+        if items is not None:
+            fail(self.executor, self, failure)
+            _resolve(items, failure)
 
     def _give_up(self, failure: Failure) -> None:
         """Count what is in flight as not done, and do without the handle from now on."""
+        _resolve(self._cut(failure) or [], failure)
+
+    def _cut(self, failure: Failure, losses: int | None = None) -> list[Any] | None:
+        """Part with the handle and with what is in flight, which is returned."""
         with self._flight_lock:
+            if losses is not None and self.losses != losses:
+                return None
+            self.losses += 1
+            self._last_loss = failure
             items = list(self._flight)
             self._flight.clear()
             handle, self._handle = self._handle, 0
             for item in items:
                 if isinstance(item, Record):
                     item.in_flight = False
+            if handle and self._users:
+                self._doomed.append(handle)
+                handle = 0
         self.device._failed = True
         self._stuck_at = None
         if handle:
             self.device._handles.discard(handle)
-        for item in items:
-            if isinstance(item, Record):
-                item.resolve(failure)
-            elif isinstance(item, HostCall):
-                item.abandon(failure)
+        return items
 
     def _in_flight_names(self) -> str:
         with self._flight_lock:
@@ -508,6 +568,14 @@ class AclStream(Stream):
         if not names:
             return "work"
         return names[0] if len(names) == 1 else f"one of {len(names)} operations ({names[0]}, ...)"
+
+
+def _resolve(items: list[Any], failure: Failure) -> None:
+    for item in items:
+        if isinstance(item, Record):
+            item.resolve(failure)
+        elif isinstance(item, HostCall):
+            item.abandon(failure)
 
 
 def _nothing() -> None:

@@ -126,7 +126,7 @@ class AclHost(Host):
                     else:
                         record.stream._look_for_failure(set())
                 except KVCoreError as error:
-                    record.stream._lose(error)
+                    record.stream._lose(error, losses=record.losses)
 
     def block_for_bytes(self, mark: Mark) -> None:
         """The same; there is no model."""
@@ -231,7 +231,7 @@ class AclHost(Host):
                     elif not record.look():
                         record.stream._look_for_failure(seen)
             except BaseException as error:  # whoever waits must hear of it, whatever it is
-                record.stream._lose(error)
+                record.stream._lose(error, losses=record.losses)
         return not watched.rung.pending
 
     def _look_at_held(self, seen: set[AclStream], *, polling: bool = False) -> None:
