@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.machinery
 import sys
 import threading
 import types
@@ -121,6 +122,11 @@ class Installation:
             for module in (members["npu"], members["atb"]):
                 if sys.modules.setdefault(module.__name__, module) is module:
                     self._undo.callback(sys.modules.pop, module.__name__, None)
+            if getattr(self.ns, "__spec__", self) is None:
+                # importlib.util.find_spec, by which libraries look for it, refuses one without.
+                spec = importlib.machinery.ModuleSpec(_name_of(self.ns), None)
+                setattr(self.ns, "__spec__", spec)  # noqa: B010 (a module need not have one)
+                self._undo.callback(setattr, self.ns, "__spec__", None)
 
     # -- undoing
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -189,6 +190,10 @@ def test_the_stand_in_may_be_what_import_finds(monkeypatch: pytest.MonkeyPatch) 
         import torch_npu
 
         assert torch_npu.npu_scatter_pa_kv_cache is torch.ops.npu.npu_scatter_pa_kv_cache
+
+        # How libraries ask whether there is a torch_npu.
+        assert importlib.util.find_spec("torch_npu") is torch_npu.__spec__ is not None
+    assert ns.__spec__ is None
 
 
 @pytest.mark.parametrize(
