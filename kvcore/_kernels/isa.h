@@ -148,38 +148,26 @@ static inline int64_t kv_head(const char *dst, int64_t n)
 
 static void kv_sse_fence(void) { _mm_sfence(); }
 
-__attribute__((target("avx2")))
-static void kv_avx2_stream(char *dst, const char *src, int64_t n)
-{
-    int64_t i = kv_head(dst, n);
-    if (i)
-        memcpy(dst, src, (size_t)i);
-    for (; i + KV_LINE <= n; i += KV_LINE) {
-        __m256i a = _mm256_loadu_si256((const __m256i *)(src + i));
-        __m256i b = _mm256_loadu_si256((const __m256i *)(src + i + 32));
-        _mm_prefetch(src + i + KV_SOURCE_AHEAD, _MM_HINT_T1);
-        _mm256_stream_si256((__m256i *)(dst + i), a);
-        _mm256_stream_si256((__m256i *)(dst + i + 32), b);
+/* A copy that streams whole lines, with ``ahead`` (of src and i) before the stores of each. */
+#define KV_AVX2_MOVE(name, ahead)                                                                  \
+    __attribute__((target("avx2"))) static void name(char *dst, const char *src, int64_t n)        \
+    {                                                                                              \
+        int64_t i = kv_head(dst, n);                                                               \
+        if (i)                                                                                     \
+            memcpy(dst, src, (size_t)i);                                                           \
+        for (; i + KV_LINE <= n; i += KV_LINE) {                                                   \
+            __m256i a = _mm256_loadu_si256((const __m256i *)(src + i));                            \
+            __m256i b = _mm256_loadu_si256((const __m256i *)(src + i + 32));                       \
+            ahead;                                                                                 \
+            _mm256_stream_si256((__m256i *)(dst + i), a);                                          \
+            _mm256_stream_si256((__m256i *)(dst + i + 32), b);                                     \
+        }                                                                                          \
+        if (i < n)                                                                                 \
+            memcpy(dst + i, src + i, (size_t)(n - i));                                             \
     }
-    if (i < n)
-        memcpy(dst + i, src + i, (size_t)(n - i));
-}
 
-__attribute__((target("avx2")))
-static void kv_avx2_row(char *dst, const char *src, int64_t n)
-{
-    int64_t i = kv_head(dst, n);
-    if (i)
-        memcpy(dst, src, (size_t)i);
-    for (; i + KV_LINE <= n; i += KV_LINE) {
-        __m256i a = _mm256_loadu_si256((const __m256i *)(src + i));
-        __m256i b = _mm256_loadu_si256((const __m256i *)(src + i + 32));
-        _mm256_stream_si256((__m256i *)(dst + i), a);
-        _mm256_stream_si256((__m256i *)(dst + i + 32), b);
-    }
-    if (i < n)
-        memcpy(dst + i, src + i, (size_t)(n - i));
-}
+KV_AVX2_MOVE(kv_avx2_stream, _mm_prefetch(src + i + KV_SOURCE_AHEAD, _MM_HINT_T1))
+KV_AVX2_MOVE(kv_avx2_row, (void)0)
 
 KV_JOIN(kv_avx2_join, kv_avx2_row)
 
@@ -234,52 +222,36 @@ KV_AVX512 static inline void kv_part(char *dst, const char *src, int64_t n)
     _mm512_mask_storeu_epi8(dst, KV_FIRST(n), _mm512_maskz_loadu_epi8(KV_FIRST(n), src));
 }
 
+#define KV_LOAD_LINE(src) _mm512_loadu_si512((const void *)(src))
+
 KV_AVX512 static inline int64_t kv_lines(char *dst, const char *src, int64_t i, int64_t n)
 {
     for (; i + KV_LINE <= n; i += KV_LINE)
-        _mm512_stream_si512((__m512i *)(dst + i), _mm512_loadu_si512((const void *)(src + i)));
+        _mm512_stream_si512((__m512i *)(dst + i), KV_LOAD_LINE(src + i));
     return i;
 }
 
-KV_AVX512 static void kv_avx512_stream(char *dst, const char *src, int64_t n)
-{
-    int64_t i = (int64_t)(-(uintptr_t)dst & (KV_LINE - 1));
-    if (n < i + KV_LINE) {
-        memcpy(dst, src, (size_t)n);
-        return;
+/* A copy whose whole lines are moved by ``line`` (of dst, src and i), its ends by masked stores. */
+#define KV_AVX512_MOVE(name, line)                                                                 \
+    KV_AVX512 static void name(char *dst, const char *src, int64_t n)                              \
+    {                                                                                              \
+        int64_t i = (int64_t)(-(uintptr_t)dst & (KV_LINE - 1));                                    \
+        if (n < i + KV_LINE) {                                                                     \
+            memcpy(dst, src, (size_t)n);                                                           \
+            return;                                                                                \
+        }                                                                                          \
+        kv_part(dst, src, i);                                                                      \
+        for (; i + KV_LINE <= n; i += KV_LINE) {                                                   \
+            line;                                                                                  \
+        }                                                                                          \
+        kv_part(dst + i, src + i, n - i);                                                          \
     }
-    kv_part(dst, src, i);
-    for (; i + KV_LINE <= n; i += KV_LINE) {
-        _mm_prefetch(src + i + KV_SOURCE_AHEAD, _MM_HINT_T1);
-        _mm512_stream_si512((__m512i *)(dst + i), _mm512_loadu_si512((const void *)(src + i)));
-    }
-    kv_part(dst + i, src + i, n - i);
-}
 
-KV_AVX512 static void kv_avx512_row(char *dst, const char *src, int64_t n)
-{
-    int64_t i = (int64_t)(-(uintptr_t)dst & (KV_LINE - 1));
-    if (n < i + KV_LINE) {
-        memcpy(dst, src, (size_t)n);
-        return;
-    }
-    kv_part(dst, src, i);
-    i = kv_lines(dst, src, i, n);
-    kv_part(dst + i, src + i, n - i);
-}
-
-KV_AVX512 static void kv_avx512_copy(char *dst, const char *src, int64_t n)
-{
-    int64_t i = (int64_t)(-(uintptr_t)dst & (KV_LINE - 1));
-    if (n < i + KV_LINE) {
-        memcpy(dst, src, (size_t)n);
-        return;
-    }
-    kv_part(dst, src, i);
-    for (; i + KV_LINE <= n; i += KV_LINE)
-        _mm512_store_si512((void *)(dst + i), _mm512_loadu_si512((const void *)(src + i)));
-    kv_part(dst + i, src + i, n - i);
-}
+KV_AVX512_MOVE(kv_avx512_stream,
+               _mm_prefetch(src + i + KV_SOURCE_AHEAD, _MM_HINT_T1);
+               _mm512_stream_si512((__m512i *)(dst + i), KV_LOAD_LINE(src + i)))
+KV_AVX512_MOVE(kv_avx512_row, _mm512_stream_si512((__m512i *)(dst + i), KV_LOAD_LINE(src + i)))
+KV_AVX512_MOVE(kv_avx512_copy, _mm512_store_si512((void *)(dst + i), KV_LOAD_LINE(src + i)))
 
 KV_AVX512 static void kv_avx512_join(char *dst, const char *const *toks, int64_t at, int64_t n,
                                      int64_t bytes)

@@ -7,6 +7,7 @@ import itertools
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
 import kvcore
 from kvcore.benchmarks.arrays import Functions, copies, rows, torch_if_installed, warm
@@ -16,6 +17,30 @@ __all__ = ["gather", "select"]
 REQUESTS, TOKENS, BLOCK, NUM_SLOTS = 64, 256, 128, 65536
 ROWS, TOPK, CONTEXT, PAGE, FULL_PAGE = 16, 2048, 65536, 64, 128
 SIZES = (64, 512)
+
+
+def _peers(
+    sources: list[NDArray[np.uint16]], slots: NDArray[np.int64], outs: list[NDArray[np.uint16]]
+) -> Functions:
+    """The same rows of flat sources by what a user would otherwise call."""
+
+    def take() -> None:
+        for source, out in zip(sources, outs, strict=True):
+            np.take(source, slots, axis=0, out=out, mode="clip")
+
+    functions: Functions = {"copyto": copies(*outs), "numpy": take}
+    torch = torch_if_installed()
+    if torch is not None:
+        index = torch.from_numpy(slots)
+        tensors = [torch.from_numpy(source.view(np.int16)) for source in sources]
+        targets = [torch.from_numpy(out.view(np.int16)) for out in outs]
+
+        def index_select() -> None:
+            for tensor, target in zip(tensors, targets, strict=True):
+                torch.index_select(tensor, 0, index, out=target)
+
+        functions["torch index_select"] = index_select
+    return functions
 
 
 def gather() -> Functions:
@@ -34,23 +59,7 @@ def gather() -> Functions:
             paged[0], paged[1], table, lengths, typed[0], typed[1], num_threads=1
         )
 
-    def take() -> None:
-        for cache, out in zip(caches, outs, strict=True):
-            np.take(cache, slots, axis=0, out=out, mode="clip")
-
-    functions: Functions = {"kvcore": run, "copyto": copies(*outs), "numpy": take}
-    torch = torch_if_installed()
-    if torch is not None:
-        index = torch.from_numpy(slots)
-        sources = [torch.from_numpy(cache.view(np.int16)) for cache in caches]
-        targets = [torch.from_numpy(out.view(np.int16)) for out in outs]
-
-        def index_select() -> None:
-            for source, target in zip(sources, targets, strict=True):
-                torch.index_select(source, 0, index, out=target)
-
-        functions["torch index_select"] = index_select
-    return functions
+    return {"kvcore": run} | _peers(caches, slots, outs)
 
 
 def select(held: float) -> Functions:
@@ -94,21 +103,4 @@ def select(held: float) -> Functions:
     flat = [array.reshape(-1, array.shape[2]) for array in full]
     outs = [warm(np.empty((len(slots), array.shape[1]), np.uint16)) for array in flat]
 
-    def take() -> None:
-        for source, out in zip(flat, outs, strict=True):
-            np.take(source, slots, axis=0, out=out, mode="clip")
-
-    functions["copyto"] = copies(*outs)
-    functions["numpy"] = take
-    torch = torch_if_installed()
-    if torch is not None:
-        index = torch.from_numpy(slots)
-        sources = [torch.from_numpy(source.view(np.int16)) for source in flat]
-        targets = [torch.from_numpy(out.view(np.int16)) for out in outs]
-
-        def index_select() -> None:
-            for source, target in zip(sources, targets, strict=True):
-                torch.index_select(source, 0, index, out=target)
-
-        functions["torch index_select"] = index_select
-    return functions
+    return functions | _peers(flat, slots, outs)

@@ -157,7 +157,6 @@ class DevicePool:
         self._pending: Selection | None = None
         self._live_number = 0
         self._closed = False
-        self.total_hits = self.total_misses = 0
         buffers: list[Any] = []
         try:
             for layer in self._layers.values():
@@ -272,8 +271,6 @@ class DevicePool:
         self._number += 1
         selection = Selection(self._number, self._live_number, wide, rows, source, target)
         selection.hits, selection.misses = self._books.hits, self._books.misses
-        self.total_hits += selection.hits
-        self.total_misses += selection.misses
         self._live_number, self._pending = self._number, selection
         return selection
 

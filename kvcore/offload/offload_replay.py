@@ -27,6 +27,7 @@ from kvcore.offload.models import ModelProfile
 from kvcore.offload.offload_options import OffloadOptions
 from kvcore.offload.offload_report import OffloadReport, OffloadTotals, Timeline
 from kvcore.offload.pool import BlockPool
+from kvcore.offload.progress import Progress, sample_positions
 from kvcore.offload.real_decode import RealDecode, check_host_memory
 from kvcore.offload.scheduler import Running, Scheduler, Step
 from kvcore.offload.step_clock import StepClock
@@ -64,7 +65,7 @@ class _Decoding:
         return count
 
 
-class OffloadReplay:
+class OffloadReplay(Progress):
     """A trace, a model with a top-k, and where its cache is.
 
     Raises ParamInvalidError for what cannot be served, DeviceOutOfMemoryError for caches that do
@@ -87,7 +88,7 @@ class OffloadReplay:
         full = options.fidelity == "full"
         if full:  # before the books of as many blocks
             check_host_memory(model, options, model.layers, options.host_blocks)
-        self._requests = len(requests)
+        self._num_requests = len(requests)
         self._total_tokens = sum(request.total_tokens for request in requests)
         self.scheduler = Scheduler(
             requests,
@@ -102,7 +103,6 @@ class OffloadReplay:
         self._places = self.scheduler.tables.shape[1]
         self._sample = set(_spread(requests, options)) if not full else set()
         layers, groups = _real_layers(model, options)
-        self._real_groups = tuple(groups)
         self._free_places = list(range(min(REAL_PLACES, options.batch, len(requests)) - 1, -1, -1))
         self.real = RealDecode(
             model,
@@ -145,7 +145,7 @@ class OffloadReplay:
                 if progress is not None:
                     progress(self)
                 if stop():
-                    interrupted = self._left < self._requests
+                    interrupted = self._left < self._num_requests
                     break
         finally:
             self.close()
@@ -424,7 +424,7 @@ class OffloadReplay:
             leave(request.index)
         if how == "finished":
             share, before = (
-                (self.options.verify_samples // 2) * done // self._requests
+                (self.options.verify_samples // 2) * done // self._num_requests
                 for done in (self._finished + 1, self._finished)
             )
             if state.real and share > before:
@@ -446,12 +446,7 @@ class OffloadReplay:
         request, draw = running.request, self._verify_draw
         if self.options.fidelity == "full" and self.options.prefill_tokens_per_s is not None:
             self.real.device.synchronize_blocking()
-        total = request.total_tokens
-        ranges = [(0, total), (request.input_length, total), (0, running.prefix_hit)]
-        positions = [
-            int(draw.integers(low, high) if low < high else draw.integers(total))
-            for low, high in (ranges[i % 3] for i in range(count))
-        ]
+        positions = sample_positions(draw, running, count)
         self.real.verify(request, self._table_of(running), positions, draw)
 
     # -- telling ----------------------------------------------------------------------------
@@ -461,24 +456,9 @@ class OffloadReplay:
         return self._finished + self.totals.aborted
 
     @property
-    def seen_tokens(self) -> int:
-        """Tokens of the trace that are, or were, on the host, of `total_tokens`."""
-        return self.scheduler.counters.seen_tokens
-
-    @property
-    def total_tokens(self) -> int:
-        """Tokens of the trace: prompts and outputs."""
-        return self._total_tokens
-
-    @property
     def finished_requests(self) -> int:
         """Requests that have left, of `total_requests`."""
         return self._left
-
-    @property
-    def total_requests(self) -> int:
-        """Requests of the trace."""
-        return self._requests
 
     def report(self, *, interrupted: bool = False) -> OffloadReport:
         """The figures so far."""
@@ -489,7 +469,7 @@ class OffloadReplay:
             device=self.profile,
             options=self.options,
             pool_entries=self.pool_entries,
-            total_requests=self._requests,
+            total_requests=self._num_requests,
             finished_requests=self._finished,
             total_tokens=self._total_tokens,
             counters=self.scheduler.counters,

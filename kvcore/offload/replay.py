@@ -25,6 +25,7 @@ from kvcore.offload.checks import check_integer
 from kvcore.offload.content import TokenRows, content_words, expected_row, token_words
 from kvcore.offload.models import ModelShape
 from kvcore.offload.pool import BlockPool
+from kvcore.offload.progress import Progress, sample_positions
 from kvcore.offload.report import Mismatch, ReplayReport, Timings
 from kvcore.offload.scheduler import Running, Scheduler, Step
 from kvcore.offload.traces import HASH_BLOCK_TOKENS, TraceRequest, check_requests
@@ -52,7 +53,7 @@ def slot_mapping(
     return tables[rows, place] * size + row
 
 
-class Replay:
+class Replay(Progress):
     """A trace, a scheduler and the caches it writes.
 
     requests:       served in this order.
@@ -221,7 +222,7 @@ class Replay:
             self._verify_samples * done // self._num_requests
             for done in (self._finished + 1, self._finished)
         )
-        for position in self._positions(running, share - before):
+        for position in sample_positions(self._sampler, running, share - before):
             layer = int(self._sampler.integers(self.shape.num_layers))
             place, row = divmod(position, self.caches.block_size)
             block = int(self.scheduler.tables[running.row, place])
@@ -237,38 +238,12 @@ class Replay:
                     )
             self._verified += 1
 
-    def _positions(self, running: Running, count: int) -> list[int]:
-        # Half anywhere; a quarter where decode wrote and a quarter in what was found in the
-        # cache, since these are short or rare, and where sharing goes wrong.
-        total, prompt = running.request.total_tokens, running.request.input_length
-        everywhere = (0, total)
-        ranges = [everywhere, (prompt, total), everywhere, (0, running.prefix_hit)]
-        return [
-            int(self._sampler.integers(low, high) if low < high else self._sampler.integers(total))
-            for low, high in (ranges[i % 4] for i in range(count))
-        ]
-
     # -- telling --------------------------------------------------------------------------
-
-    @property
-    def seen_tokens(self) -> int:
-        """Tokens of the trace that have been in the cache, of `total_tokens`."""
-        return self.scheduler.counters.seen_tokens
-
-    @property
-    def total_tokens(self) -> int:
-        """Tokens of the trace: prompts and outputs."""
-        return self._total_tokens
 
     @property
     def finished_requests(self) -> int:
         """Requests that have finished, of `total_requests`."""
         return self._finished
-
-    @property
-    def total_requests(self) -> int:
-        """Requests of the trace."""
-        return self._num_requests
 
     def report(self, *, interrupted: bool = False) -> ReplayReport:
         """The figures so far."""

@@ -130,13 +130,8 @@ def run_processes(
 
     When ``stop()`` is true no further point is begun; those that run are waited for.
     """
-    left = []
-    for point in points:
-        report = point.done()
-        if report is None:
-            left.append(point)
-        else:
-            yield point, report
+    left: list[Point] = []
+    yield from _done(points, left)
     if not left:
         return
     running: dict[Future[dict[str, Any]], Point] = {}
@@ -158,6 +153,16 @@ def run_processes(
             for process in set(active_children()) - others:
                 process.terminate()
             raise
+
+
+def _done(points: Sequence[Point], left: list[Point]) -> Iterator[tuple[Point, dict[str, Any]]]:
+    """The points whose reports are there already; the others go to ``left``."""
+    for point in points:
+        report = point.done()
+        if report is None:
+            left.append(point)
+        else:
+            yield point, report
 
 
 def _ignore_sigint() -> None:
@@ -187,13 +192,8 @@ def run_on_ray(
             argument="ray",
             expected="ray",
         ) from error
-    left = []
-    for point in points:
-        report = point.done()
-        if report is None:
-            left.append(point)
-        else:
-            yield point, report
+    left: list[Point] = []
+    yield from _done(points, left)
     if not left:
         return
     ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ from npu import MACHINES
 
 from kvcore.backends.aclnn import launch, library
 
-__all__ = ["a3", "machine"]
+__all__ = ["a3", "clean", "machine"]
 
 
 @pytest.fixture(params=list(MACHINES))
@@ -37,3 +38,18 @@ def _running(double: Double, soc: str) -> Iterator[str]:
     launch.release(None, 0)
     library.forget()
     assert double.live() == 0, double.live_text()
+
+
+@pytest.fixture
+def clean(double: Double) -> Iterator[Double]:
+    """An A3 for a test that breaks rules: nothing of it is left to the next."""
+    double.soc(MACHINES["A3"])
+    library.forget()
+    launch.memory._pools.clear()
+    yield double
+    gc.collect()
+    double.violations()
+    double.reset()
+    double.start()
+    launch.memory._pools.clear()
+    library.forget()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from double.direct import Double
+from npu_fixtures import clean as clean
 
 import kvcore
 from kvcore.backends.aclnn import constants, launch, library
@@ -329,18 +330,6 @@ def amiss(double: Double) -> list[str]:
     if double.live():
         found.append(f"left behind: {double.live_text()}")
     return found
-
-
-@pytest.fixture
-def clean(double: Double) -> Iterator[Double]:
-    library.forget()
-    yield double
-    gc.collect()
-    double.violations()
-    double.reset()
-    double.start()
-    launch.memory._pools.clear()
-    library.forget()
 
 
 def test_nothing_is_amiss_without_a_mutation(clean: Double) -> None:

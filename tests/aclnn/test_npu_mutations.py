@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from double.direct import Double
-from npu import MACHINES
+from npu_fixtures import clean as clean
 from npu_work import amiss
 
 from kvcore.backends.aclnn import (
@@ -441,19 +441,6 @@ def a_workspace_is_another_call_s_copy(patch: Patch) -> None:
 
 
 # ---------------------------------------------------------------- the test
-
-
-@pytest.fixture
-def clean(double: Double) -> Iterator[Double]:
-    double.soc(MACHINES["A3"])
-    library.forget()
-    launch.memory._pools.clear()
-    yield double
-    double.violations()
-    double.reset()
-    double.start()
-    launch.memory._pools.clear()
-    library.forget()
 
 
 def test_nothing_is_amiss_without_a_mutation(clean: Double) -> None:

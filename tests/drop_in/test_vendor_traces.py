@@ -11,6 +11,7 @@ import kvcore
 from tensors import WITHOUT_TORCH
 
 torch = pytest.importorskip("torch", reason=WITHOUT_TORCH)
+from test_library import selection_arguments  # noqa: E402
 
 NB, BS, H, D = 4, 4, 2, 16
 
@@ -33,18 +34,7 @@ def samples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     out = {"key": torch.zeros(7, H, D), "value": torch.zeros(7, H, D)}
     scatter = tokens(), tokens(), *nz, slots
     gather = cache(), cache(), table, lengths
-    select = (
-        torch.randn(4, 4, 4),
-        torch.randn(4, 4, 8),
-        ints([0, 1], [2, 3]),
-        torch.full((2, 1, 1, 5), -1, dtype=torch.int32),
-        ints([[[3, 1, 0, 9]]], [[[2, 0, 5, -1]]]),
-        torch.randn(6, 4, 4),
-        torch.randn(6, 4, 8),
-        ints([0, 1, 2], [3, 4, 5]),
-        ints(10, 7),
-        ints(1, 1),
-    )
+    select = selection_arguments()
     block = {"selection_topk_block_size": 1}
     rows = torch.randn(6, 5), ints([2], [0]), torch.randn(2, 5)
     return {

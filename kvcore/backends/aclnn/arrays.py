@@ -8,7 +8,6 @@ host, where ``backend="aclnn"`` was named: they are copied to the device.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -190,8 +189,3 @@ def element(argument: Argument | None, named: DType | None) -> Argument | None:
     if raw or (own.packed and named.packed):
         return replace(argument, element=named)
     return argument
-
-
-def torch_module() -> Any:
-    """torch_npu where it is loaded, else None."""
-    return sys.modules.get("torch_npu")
