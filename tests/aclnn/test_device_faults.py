@@ -16,6 +16,7 @@ from device_fixtures import anyio_backend, npu
 from double.direct import Double
 
 import kvcore
+from kvcore.backends.aclnn.queues.stream import AclStream
 from kvcore.errors import KVCoreError
 
 __all__ = ["anyio_backend", "npu"]
@@ -74,6 +75,46 @@ async def test_an_asynchronous_failure(npu: Double, wait: str, stays: bool) -> N
         stream.copy(host, there)
         await WAITS[wait](stream)
         assert (host.numpy() == 2).all()
+
+
+@pytest.mark.parametrize("kind", ["fill", "copy", "call", "record"])
+def test_a_failure_that_another_thread_finds_first(
+    npu: Double, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The queue has let the work pass, and then the stream is lost: it must not run behind."""
+    lost: list[AclStream] = []
+    using = AclStream._using
+
+    def meanwhile(self: AclStream, losses: int) -> Any:
+        if self.name == "s" and not lost:
+            lost.append(self)
+            self._lose(kvcore.StreamError("found by another thread"))
+        return using(self, losses)
+
+    with kvcore.Device(backend="aclnn") as dev:
+        stream, there, host = work(dev)
+        event, ran = dev.event(enable_timing=True), []
+        launches: dict[str, Callable[[], object]] = {
+            "fill": lambda: stream.fill(there, 1),
+            "copy": lambda: stream.copy(there, host),
+            "call": lambda: stream.call(ran.append, 1),
+            "record": lambda: event.record(stream),
+        }
+        host.numpy()[...] = 3
+        stream.fill(there, 7)
+        stream.synchronize_blocking()
+        monkeypatch.setattr(AclStream, "_using", meanwhile)
+        launches[kind]()
+        with pytest.raises(kvcore.StreamError, match="found by another thread"):
+            stream.synchronize_blocking()
+        assert lost == [stream]
+        assert ran == []
+        if kind == "record":
+            with pytest.raises(kvcore.StreamError, match="found by another thread"):
+                event.synchronize_blocking()
+        stream.copy(host, there)
+        stream.synchronize_blocking()
+        assert (host.numpy() == 7).all()
 
 
 @pytest.mark.parametrize("wait", WAITS)
