@@ -13,53 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 from double.direct import Double
+from mutating import Break, Patch, instead, never, reordered, twice
 from npu_fixtures import clean as clean
 
 import kvcore
 from kvcore.backends.aclnn import constants, launch, library
 from kvcore.backends.aclnn.queues import graph, handles, hostcalls, memory, records, stream
 
-Patch = pytest.MonkeyPatch
-MUTATIONS: dict[str, Callable[[Patch], None]] = {}
+MUTATIONS: dict[str, Break] = {}
 
 
-def mutation(function: Callable[[Patch], None]) -> Callable[[Patch], None]:
+def mutation(function: Break) -> Break:
     MUTATIONS[function.__name__] = function
     return function
-
-
-def instead(patch: Patch, name: str, act: Callable[..., Any]) -> None:
-    """Replace a function of CANN by ``act(cann, original, *arguments)``."""
-    get = library.Cann.__getattr__
-
-    def found(self: Any, asked: str) -> Any:
-        original = get(self, asked)
-        if asked != name:
-            return original
-        mutant = lambda *given: act(self, original, *given)  # noqa: E731
-        setattr(self, asked, mutant)
-        return mutant
-
-    patch.setattr(library.Cann, "__getattr__", found)
-
-
-def reordered(name: str, *order: int) -> Callable[[Patch], None]:
-    """The arguments in another order."""
-    return lambda patch: instead(
-        patch, name, lambda _, original, *given: original(*[given[i] for i in order])
-    )
-
-
-def twice(name: str) -> Callable[[Patch], None]:
-    def act(_: Any, original: Any, *given: Any) -> Any:
-        original(*given)
-        return original(*given)
-
-    return lambda patch: instead(patch, name, act)
-
-
-def never(name: str) -> Callable[[Patch], None]:
-    return lambda patch: instead(patch, name, lambda *_: 0)
 
 
 for _name, _order in {

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from double.direct import Double
+from mutating import Break, Patch, put, swap, tensor, words, wrap
 from npu_fixtures import clean as clean
 from npu_work import amiss
 
@@ -28,19 +29,12 @@ from kvcore.backends.aclnn import (
     values,
 )
 
-Patch = pytest.MonkeyPatch
-MUTATIONS: dict[str, Callable[[Patch], None]] = {}
+MUTATIONS: dict[str, Break] = {}
 
 
-def mutation(function: Callable[[Patch], None]) -> Callable[[Patch], None]:
+def mutation(function: Break) -> Break:
     MUTATIONS[function.__name__] = function
     return function
-
-
-def wrap(patch: Patch, owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a method by ``around(original, *arguments)``."""
-    original = getattr(owner, name)
-    patch.setattr(owner, name, lambda *given, **named: around(original, *given, **named))
 
 
 # ---------------------------------------------------------------- 5.1, 5.2: two phases
@@ -160,10 +154,6 @@ def tensors_are_destroyed_between_the_phases(patch: Patch) -> None:
     wrap(patch, memory.Room, "take", around)
 
 
-def tensor(patch: Patch, change: Callable[..., tuple[Any, ...]]) -> None:
-    wrap(patch, tensors.Handles, "_tensor", lambda original, self, *g: original(self, *change(*g)))
-
-
 @mutation
 def offsets_are_in_bytes(patch: Patch) -> None:
     tensor(patch, lambda k, dims, steps, at, whole, p: (k, dims, steps, at * k.itemsize, whole, p))
@@ -254,26 +244,6 @@ def strings_end_before_phase_two(patch: Patch) -> None:
 
 
 # ---------------------------------------------------------------- 1.10, 5.4, 5.5: arguments
-
-
-def words(patch: Patch, kind: Any, change: Callable[[list[Any]], Any]) -> None:
-    def around(original: Any, self: Any, *given: Any) -> list[Any]:
-        found = list(original(self, *given))
-        change(found)
-        return found
-
-    wrap(patch, kind, "phase_one", around)
-
-
-def swap(i: int, j: int) -> Callable[[list[Any]], Any]:
-    def change(found: list[Any]) -> None:
-        found[i], found[j] = found[j], found[i]
-
-    return change
-
-
-def put(i: int, value: Any) -> Callable[[list[Any]], Any]:
-    return lambda found: found.__setitem__(i, value)
 
 
 @mutation

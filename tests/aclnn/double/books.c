@@ -438,4 +438,5 @@ void kvdouble_reset(void) {
     last_error = 0;
     kvdouble_forgive();
     kvdouble_forget_calls();
+    kvdouble_num_blocking();
 }

@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+static size_t num_blocking;  // asynchronous copies that pageable memory made synchronous (5.8)
+
 struct piece {
     unsigned char *dst;
     const unsigned char *src;  // NULL: fill
@@ -57,6 +59,15 @@ static int locate(const void *address, size_t span, const char *what, enum place
 
 static bool on_host(enum place p) { return p == PAGEABLE || p == PINNED; }
 
+// 5.8: a synchronous copy or fill does not wait for streams, so none may still use its memory.
+static void check_idle(const void *address, const char *what) {
+    struct block *b;
+    kvd_find(address, &b);
+    if (b && b->pending)
+        violate(OK, "5.8", "%s: %d tasks on streams still use this memory, and the call waits for none",
+                what, b->pending);
+}
+
 static int check_copy(void *dst, size_t dst_span, const void *src, size_t src_span, int kind,
                       enum place place[2], struct piece *piece) {
     unsigned char *from;
@@ -100,8 +111,19 @@ static int later(void *stream, struct pieces *all, struct task *t, bool pageable
         return code;
     }
     code = kvd_launch(s, t);
-    if (!code && pageable) kvd_drain(s, s->enqueued, -1);
+    if (!code && pageable) {
+        num_blocking++;
+        kvd_drain(s, s->enqueued, -1);
+    }
     return code;
+}
+
+size_t kvdouble_num_blocking(void) {
+    pthread_mutex_lock(&kvd_lock);
+    size_t n = num_blocking;
+    num_blocking = 0;
+    pthread_mutex_unlock(&kvd_lock);
+    return n;
 }
 
 static struct pieces *new_pieces(size_t count) {
@@ -125,6 +147,7 @@ int aclrtMemcpy(void *dst, size_t most, const void *src, size_t count, int kind)
     struct piece piece = {.width = count, .height = 1};
     if (!code) code = check_count(most, count);
     if (!code) code = check_copy(dst, most, src, count, kind, place, &piece);
+    if (!code) check_idle(dst, "dst"), check_idle(src, "src");
     return leave(code ? code : now(&piece));
 }
 
@@ -168,6 +191,7 @@ int aclrtMemcpy2d(void *dst, size_t dpitch, const void *src, size_t spitch, size
     enum place place[2];
     if (!code) code = check_2d(&piece, &spans[0], &spans[1]);
     if (!code) code = check_copy(dst, spans[0], src, spans[1], kind, place, &piece);
+    if (!code) check_idle(dst, "dst"), check_idle(src, "src");
     return leave(code ? code : now(&piece));
 }
 
@@ -189,6 +213,7 @@ int aclrtMemset(void *p, size_t most, int32_t value, size_t count) {
     struct piece piece = {.width = count, .height = 1, .value = value};
     if (!code) code = check_count(most, count);
     if (!code) code = locate(p, most, "p", &place, &piece.dst);
+    if (!code) check_idle(p, "p");
     return leave(code ? code : now(&piece));
 }
 

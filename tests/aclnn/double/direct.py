@@ -70,6 +70,7 @@ class Double:
             getattr(library, name).restype = c_char_p
         self.runtime.kvdouble_live_handles.restype = c_size_t
         self.runtime.kvdouble_num_calls.restype = c_uint64
+        self.runtime.kvdouble_num_blocking.restype = c_size_t
         self.runtime.kvdouble_capacity.argtypes = [c_uint64]
         self.runtime.kvdouble_workspace.argtypes = [c_uint64]
         for name in ("aclCreateTensor", "aclCreateIntArray", "aclCreateTensorList"):
@@ -95,6 +96,10 @@ class Double:
         text: str = self.runtime.kvdouble_violations().decode()
         self.runtime.kvdouble_forgive()
         return text.splitlines()
+
+    def num_blocking(self) -> int:
+        """Asynchronous copies since the last call that had to be synchronous."""
+        return int(self.runtime.kvdouble_num_blocking())
 
     def live(self, kind: str | None = None) -> int:
         return int(self.runtime.kvdouble_live_handles(kind.encode() if kind else None))
@@ -166,6 +171,14 @@ class Double:
         out = np.empty(like.shape, like.dtype)
         if out.nbytes:
             self.ok(self.copy(out.ctypes.data_as(c_void_p), pointer(address), out.nbytes, 2))
+        return out
+
+    def peek(self, address: int, like: Array) -> Array:
+        """What is there now, whatever streams still do with it."""
+        out = np.empty(like.shape, like.dtype)
+        size = c_size_t(out.nbytes)
+        found = self.runtime.kvdouble_peek(c_void_p(address), out.ctypes.data_as(c_void_p), size)
+        assert found == 0
         return out
 
     # -- tensors ----------------------------------------------------------------------------------

@@ -114,6 +114,10 @@ void kvd_drop_block(struct block *block);  // gives up one ref
 size_t kvd_live_blocks(enum place place);
 void kvd_reset_memory(void);
 
+// -- copy.c -------------------------------------------------------------------------------------------
+
+size_t kvdouble_num_blocking(void);
+
 // -- stream.c -----------------------------------------------------------------------------------------
 
 struct task {

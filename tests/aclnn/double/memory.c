@@ -284,6 +284,8 @@ static int add_registration(void *p, uint64_t size, bool mapped, bool pinned, vo
     if (!p || !size) return violate(RT_PARAM_INVALID, "5.9", "%p, %zu bytes", p, (size_t)size);
     if ((uintptr_t)p % 4096)
         return violate(RT_ADDR_UNALIGNED, "5.9", "%p is not 4 KB-aligned", p);
+    if (size % 4096)
+        return violate(RT_PARAM_INVALID, "5.9", "%zu bytes are no whole pages", (size_t)size);
     if (kvd_settings.soc == SOC_310P) return error(RT_FEATURE_NOT_SUPPORT, "not on 310P");
     uintptr_t start = (uintptr_t)p;
     for (size_t i = 0; i < num_registrations; i++) {

@@ -370,6 +370,7 @@ int aclrtStreamAbort(void *stream) {
     if (!s) return leave(code);
     uint64_t serial = s->handle.serial;
     s->aborting = true;
+    pthread_cond_broadcast(&kvd_changed);
     kvd_drain(s, s->enqueued, -1);
     if (kvd_is_live(s, H_STREAM, serial)) s->aborting = false;
     return leave(OK);
