@@ -335,3 +335,57 @@ async def test_a_capture_that_cann_refuses(npu: Double, symbol: str) -> None:
         stream.copy(host, there)
         await stream.synchronize()
         assert (host.numpy() == 3).all()
+
+
+@pytest.mark.parametrize("stays", [False, True])
+async def test_a_replay_that_the_device_fails(npu: Double, stays: bool) -> None:
+    """A fork's copy fails: the replay's stream tells it, what is behind waits no longer."""
+    async with kvcore.Device(backend="aclnn") as dev:
+        stream, side, there, host = graphs(dev)
+        other, out = dev.stream("other"), dev.empty_host(64, "int32")
+        host.numpy()[:] = 5
+        async with dev.capture(stream) as graph:
+            side.wait_stream(stream)
+            side.copy(there, host)
+            stream.wait_stream(side)
+        npu.runtime.kvdouble_poison(stays)
+        npu.fail_async("aclmdlRIExecuteAsync", 1, 507035)
+        graph.replay(stream)
+        other.wait_stream(stream)
+        other.copy(out, there)
+        for who in (other, stream):
+            with pytest.raises(kvcore.StreamError, match="replay on stream 's' failed"):
+                await who.synchronize()
+        npu.runtime.kvdouble_poison(False)
+        await side.synchronize()
+        graph.replay(stream)
+        stream.copy(out, there)
+        await stream.synchronize()
+        assert (out.numpy() == 5).all()
+        await dev.synchronize()
+
+
+def test_what_a_kernel_may_touch(npu: Double) -> None:
+    plain = np.zeros((4, 2, 32), np.float16)
+    with kvcore.Device(backend="aclnn") as dev, kvcore.Device(backend="aclnn") as two:
+        caches = [dev.empty((2, 16, 2, 32), "float16") for _ in range(2)]
+        slots, swapped = dev.empty(4, "int32"), dev.empty_swapped(plain.shape, "float16")
+        stream = dev.stream()
+        stream.fill(slots, 0)
+        freed = dev.empty(plain.shape, "float16")
+        plan = kvcore.plan_scatter_pa_kv_cache(freed, caches[0], slots, swapped, caches[1])
+        stream.launch(plan)
+        stream.synchronize_blocking()
+        freed.free()
+        with pytest.raises(kvcore.ParamInvalidError, match=r"^key: expected live memory"):
+            stream.launch(plan)
+        plans = [
+            kvcore.plan_scatter_pa_kv_cache(key, caches[0], slots, swapped, caches[1])
+            for key in (two.empty(plain.shape, "float16"), swapped)
+        ]
+        for plan, where in ((plans[0], stream), (plans[0], two.stream()), (plans[1], two.stream())):
+            with pytest.raises(kvcore.ParamInvalidError, match=r"another device's$"):
+                where.launch(plan)
+        for key in (plain, dev.empty_host(plain.shape, "float16")):
+            with pytest.raises(kvcore.KVCoreError, match=r"^backend: .* got a mixture$"):
+                kvcore.plan_scatter_pa_kv_cache(key, caches[0], slots, swapped, caches[1]).run()

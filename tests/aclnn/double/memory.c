@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Allocations and registrations (page 1.4, 5.8, 5.9).  A device address is a number inside a range
 // that no thread may read or write: host code that follows one dies at once.  Addresses are never
-// used twice.  Where the bytes really are only kernels and copies know.
+// used twice.  Where the bytes really are only kernels and copies know, but after kvdouble_open:
+// then new memory has its bytes where its address says, for tests that look into it.
 #include "double.h"
 
 #include <stdlib.h>
@@ -10,6 +11,7 @@
 
 static const size_t RESERVED = (size_t)1 << 37;
 static uintptr_t range_start, range_next;
+static bool is_open;
 
 static struct block **blocks;  // by start
 static size_t num_blocks, room_blocks;
@@ -89,6 +91,17 @@ void kvd_reset_memory(void) {
     while (num_blocks) forget(blocks[num_blocks - 1]);
     num_registrations = 0;
     memset(used, 0, sizeof used);
+    if (is_open) {
+        is_open = false;
+        if (mprotect((void *)range_start, RESERVED, PROT_NONE)) abort();
+        madvise((void *)range_start, RESERVED, MADV_DONTNEED);
+    }
+}
+
+// Memory of which only one byte is owned: that it is there is all that its end needs to know.
+static void *uncover(uintptr_t at, size_t size) {
+    uintptr_t start = at & ~(uintptr_t)4095, end = (at + size + 4095) & ~(uintptr_t)4095;
+    return mprotect((void *)start, end - start, PROT_READ | PROT_WRITE) ? NULL : malloc(1);
 }
 
 static uintptr_t reserve(size_t size, size_t alignment) {
@@ -122,11 +135,12 @@ static int allocate(void **p, size_t size, int policy, bool padded) {
                      (unsigned long long)(kvd_settings.capacity - used[device]),
                      (unsigned long long)kvd_settings.capacity);
     uintptr_t at = reserve(size, 64);
-    void *bytes = NULL;
-    if (!at || posix_memalign(&bytes, 64, size))
-        return error(RT_MEMORY_ALLOCATION, "%zu bytes wanted", size);
+    void *bytes = NULL, *owned = NULL;
+    if (at && is_open) owned = uncover(at, size), bytes = (void *)at;
+    else if (at && !posix_memalign(&bytes, 64, size)) owned = bytes;
+    if (!owned) return error(RT_MEMORY_ALLOCATION, "%zu bytes wanted", size);
     memset(bytes, 0xA5, size < 4096 ? size : 4096);  // nobody promises zeros
-    struct block *b = add(DEVICE, at, size, bytes, bytes);
+    struct block *b = add(DEVICE, at, size, bytes, owned);
     b->device = device;
     used[device] += size;
     *p = (void *)at;
@@ -388,3 +402,10 @@ static int move(void *device, void *host, size_t size, bool write) {
 
 int kvdouble_peek(void *device, void *host, size_t size) { return move(device, host, size, false); }
 int kvdouble_poke(void *device, void *host, size_t size) { return move(device, host, size, true); }
+
+void kvdouble_open(void) {
+    pthread_mutex_lock(&kvd_lock);
+    if (!range_start) reserve(1, 64);
+    is_open = true;
+    pthread_mutex_unlock(&kvd_lock);
+}

@@ -22,7 +22,6 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -368,14 +367,14 @@ class AclBuffer(Buffer):
         """For numpy, which would otherwise take device memory for a sequence of buffers."""
         return np.asarray(self.numpy(), *args, **options)
 
-    @contextlib.contextmanager
-    def host(self, mode: Literal["r", "w", "rw"] = "r") -> Iterator[npt.NDArray[Any]]:
+    def host(
+        self, mode: Literal["r", "w", "rw"] = "r"
+    ) -> contextlib.AbstractContextManager[npt.NDArray[Any]]:
         """The memory as a numpy array while the host uses it; not of device memory."""
         self._live()
         if self.space == "device":
             self._refuse_host()
-        with super().host(mode) as array:
-            yield array
+        return super().host(mode)
 
     def numpy(self) -> npt.NDArray[Any]:
         """The memory as a numpy array; not of device memory."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
@@ -188,14 +189,12 @@ class AclStream(Stream):
     def _move(self, plan: Copy | Fill, dsts: Sequence[object], srcs: Sequence[object]) -> None:
         self._tail = None
         transfer = Transfer(self.device, plan, dsts, srcs)
-        if self.capture is not None and transfer.by_host:
-            raise self.device._capture_error(
-                f"stream {self.name!r}", "copy within host memory or from pageable memory"
-            )
+        if self.capture is not None and transfer.within_host:
+            raise self.device._capture_error(f"stream {self.name!r}", "copy within host memory")
         self._launch_unchecked(_Moves(self, transfer))
 
     def _call(self, fn: Callable[..., object], args: tuple[object, ...]) -> None:
-        self._call_named(fn, args, getattr(fn, "__qualname__", type(fn).__name__))
+        self._call_named(fn, args, _name(fn, "__qualname__"))
 
     def _call_named(self, fn: Callable[..., object], args: tuple[object, ...], name: str) -> None:
         self.executor.check()
@@ -582,13 +581,13 @@ def _nothing() -> None:
     """Nobody is to be told."""
 
 
-def _name(plan: object) -> str:
-    """What an operation is called in messages."""
+def _name(plan: object, attribute: str = "name") -> str:
+    """What an operation is called in messages; the program's own classes may answer anything."""
     if isinstance(plan, Transfer):
         plan = plan.plan
-    for holder in (plan, getattr(plan, "operator", None)):
+    for path in ((), ("operator",)):
         with contextlib.suppress(Exception):
-            name = getattr(holder, "name", None)
+            name = getattr(functools.reduce(getattr, path, plan), attribute)
             if isinstance(name, str):
                 return name
     return "" if isinstance(plan, tuple) else type(plan).__name__

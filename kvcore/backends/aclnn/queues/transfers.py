@@ -53,9 +53,9 @@ class Transfer:
         ]
 
     @property
-    def by_host(self) -> bool:
-        """Whether a host function has to move some of it."""
-        return any("device" not in spaces or PAGEABLE in spaces for spaces in self._spaces)
+    def within_host(self) -> bool:
+        """Whether a host function has to move some of it from pinned memory to pinned memory."""
+        return any("device" not in spaces for spaces in self._spaces)
 
     def hand_over(self, handle: int, keep: Keep) -> None:
         """Put it on a stream; what must live until it is done goes to ``keep``."""
