@@ -32,6 +32,7 @@ class Argument:
     strides in bytes.  base, storage_bytes: the whole allocation that the array is a view of.
     dtype: of the stored items.  element: what the operator takes the items for.
     source: the caller's object.  device_id: None for host memory.
+    key: the same for all arrays of one kvcore.Device; None for those of no Device.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Argument:
     device_id: int | None
     source: Any
     element: DType | None = None
+    key: object = None
 
     @property
     def size(self) -> int:
@@ -105,18 +107,18 @@ def is_dense_from(argument: Argument, axis: int) -> bool:
 def read_all(plan: Plan) -> tuple[Argument | None, ...]:
     """Every argument of a plan; None for those not given.
 
-    Raises ParamInvalidError for arrays of two devices, or one that leaves its storage.
+    Raises ParamInvalidError for arrays of two NPUs or of two kvcore.Devices, whose streams know
+    nothing of each other, and for one that leaves its storage.
     """
     found: list[Argument | None] = []
-    devices: dict[int, str] = {}
+    first: Argument | None = None
     for info, source in zip(plan.infos(), plan.arrays, strict=True):
         if info is None:
             found.append(None)
             continue
-        base, storage_bytes, device_id = info.address, 0, None
+        base, storage_bytes, device_id, key = info.address, 0, None, None
         if info.on_device:
-            base, storage_bytes, device_id = _storage(source)
-            devices.setdefault(device_id, info.name)
+            base, storage_bytes, device_id, key = _storage(source)
         one = Argument(
             info.name,
             info.shape,
@@ -132,23 +134,32 @@ def read_all(plan: Plan) -> tuple[Argument | None, ...]:
             device_id,
             source,
             info.dtype,
+            key,
         )
         if info.on_device:
+            first = first or one
+            _beside(one, first)
             _inside(one)
         found.append(one)
-    if len(devices) > 1:
-        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        fail("backend", "arrays of one device", places)
     return tuple(found)
 
 
-def _storage(source: Any) -> tuple[int, int, int]:
-    """(base address, bytes, device) of the allocation behind a device array."""
+def _storage(source: Any) -> tuple[int, int, int, object]:
+    """(base address, bytes, device, its Device's key) of the allocation behind a device array."""
     described = getattr(source, "__kvcore_device_array__", None)
     if described is not None:
-        return described.base, described.storage_bytes, described.device_id
+        key = getattr(described, "key", None)
+        return described.base, described.storage_bytes, described.device_id, key
     storage = source.untyped_storage()
-    return storage.data_ptr(), storage.nbytes(), source.device.index or 0
+    return storage.data_ptr(), storage.nbytes(), source.device.index or 0, None
+
+
+def _beside(one: Argument, first: Argument) -> None:
+    if one.device_id != first.device_id:
+        where = f"memory of NPU {first.device_id}, where {first.name} is"
+        fail(one.name, where, f"memory of NPU {one.device_id}")
+    if None not in (one.key, first.key) and one.key is not first.key:
+        fail(one.name, f"memory of the Device that {first.name} is of", "another Device's")
 
 
 def _inside(one: Argument) -> None:

@@ -29,7 +29,7 @@ from kvcore.backends.aclnn.selection import SelectionCall
 from kvcore.backends.aclnn.tensors import Handles
 from kvcore.backends.aclnn.update import UpdateCall
 from kvcore.backends.aclnn.values import Values
-from kvcore.errors import ParamInvalidError
+from kvcore.errors import ParamInvalidError, fail
 
 __all__ = ["CALLS", "Launch", "memory", "onto", "prepare", "release"]
 
@@ -78,18 +78,26 @@ def prepare(plan: Plan) -> Launch:
     """What plan.run() calls; raises for what this machine cannot be given."""
     cann = library.current()
     arguments = read_all(plan)
-    first = next(one for one in arguments if one is not None and one.on_device)
+    placed = [one for one in arguments if one is not None and one.on_device]
     call = CALLS[plan.operator.name](plan, arguments, cann.soc())
-    return Launch(cann, call, owner_of(first))
+    strange = next((one for one in placed if (one.key is None) != (placed[0].key is None)), None)
+    return Launch(cann, call, owner_of(placed[0]), strange)
 
 
 class Launch:
-    """One plan's call: queue it, any number of times, one at a time."""
+    """One plan's call: queue it, any number of times, one at a time.
 
-    def __init__(self, cann: Cann, call: Call, owner: Owner) -> None:
+    strange: an argument whose owner has other streams than the first one's, so that a stream must
+    be named.
+    """
+
+    def __init__(
+        self, cann: Cann, call: Call, owner: Owner, strange: Argument | None = None
+    ) -> None:
         self._cann = cann
         self._call = call
         self._owner = owner
+        self._strange = strange
         self._values = Values(call)
         # Bound now, so that a CANN without them says so before anything is launched.
         self._phase_one = getattr(cann, call.function + PHASE_ONE)
@@ -117,6 +125,13 @@ class Launch:
     def _where(self) -> tuple[int, Keep | None]:
         target = _target.get()
         if target is None:
+            if self._strange is not None:
+                first, name = self._owner.like, self._strange.name
+                fail(
+                    name,
+                    f"memory of the same owner as {first.name}, or stream.launch of a plan",
+                    "a Device's buffer and an array of none, which share no stream",
+                )
             return self._owner.stream(), None
         if target.device_id != self._owner.device_id:
             raise ParamInvalidError(

@@ -42,6 +42,7 @@ from kvcore.errors import (
     KVCoreError,
     ParamInvalidError,
     StreamError,
+    fail,
 )
 from kvcore.runtime._marks import Failure
 from kvcore.runtime.device import Device
@@ -223,7 +224,12 @@ class AclDevice(Device):
     def _refuse(self, argument: str, owner: object) -> None:
         """Raise for an argument that a kernel here must not touch."""
         if not isinstance(owner, Buffer) and getattr(owner, "is_npu", False) is True:
-            return  # a tensor of torch_npu: the operators look at it themselves
+            # A tensor of torch_npu: the operators look at the rest themselves.
+            number = getattr(owner, "device", None)
+            number = getattr(number, "index", None) or 0
+            if number != self.device_id:
+                fail(argument, f"memory of NPU {self.device_id}", f"memory of NPU {number}")
+            return
         refuse(self._key, argument, owner)
 
     def _host_reached(self, mark: Mark) -> None:
