@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 from hypothesis import HealthCheck, settings
@@ -31,3 +32,9 @@ settings.register_profile(
 settings.register_profile("long", settings.get_profile("default"), max_examples=2000)
 DEFAULT = "ci" if os.environ.get("CI") else "default"
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", DEFAULT))
+
+
+def pytest_collection_finish() -> None:
+    """Spare every later search for garbage what stays to the end: modules, torch's, the tests."""
+    gc.collect()
+    gc.freeze()

@@ -10,6 +10,7 @@ HiFloat8 source: Luo et al., "Ascend HiFloat8 Format for Deep Learning", arXiv 2
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
@@ -82,6 +83,13 @@ def logical_name(array: Array, named: str | None) -> str | None:
 
 
 # -- HiFloat8 ---------------------------------------------------------------------------------
+
+
+def scaled(value: float) -> int:
+    """A float32's number, exactly, in units of the least above zero: quicker than fractions."""
+    exactly = Fraction(float(value)) * 2**149
+    assert exactly.denominator == 1
+    return int(exactly)
 
 
 def hifloat8_value(code: int) -> float:

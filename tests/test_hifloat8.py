@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from kvcore import hifloat8
 from kvcore.errors import ParamInvalidError
-from oracle_numbers import Array
+from oracle_numbers import Array, scaled
 
 ALL = np.arange(256, dtype=np.uint8)
 # Every number, every midpoint between two neighbours, and the floats on both sides of each.
@@ -55,12 +54,12 @@ def test_every_number_encodes_to_its_own_code() -> None:
 
 
 def test_encode_takes_the_nearest_and_goes_away_from_zero_at_ties() -> None:
-    exact = {code: Fraction(float(hifloat8.VALUES[code])) for code in range(128) if code != 0x6F}
-    exact[0x6F] = Fraction(3, 2) * 2**15  # infinity rounds as the next number would
+    exact = {code: scaled(float(hifloat8.VALUES[code])) for code in range(128) if code != 0x6F}
+    exact[0x6F] = scaled(1.5 * 2**15)  # infinity rounds as the next number would
     for value in TELLING[np.isfinite(TELLING)].tolist():
         code = int(hifloat8.encode(np.array([value], np.float64))[0])
         assert (code & 0x80 != 0) == (value < 0 and code != 0), value
-        wanted = abs(Fraction(value))
+        wanted = abs(scaled(value))
         distance, _ = min((abs(other - wanted), -other) for other in exact.values())
         best = max(other for other in exact.values() if abs(other - wanted) == distance)
         if wanted > exact[0x6F]:

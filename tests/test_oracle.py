@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import numpy as np
 import pytest
 
 import conformance_cases
 import oracle
 import oracle_numbers
-from oracle_numbers import Array
+from oracle_numbers import Array, scaled
 
 FORMS = [(name, False) for name in conformance_cases.NAMES] + [
     (name, True) for name in conformance_cases.NAMES if conformance_cases.can_be_typed(name)
@@ -62,13 +60,13 @@ def floats(*values: float) -> Array:
     return np.array(values, np.float32)
 
 
-def nearest_codes(x: np.float32, table: Array) -> set[int]:
-    """Codes of the finite numbers nearest to x, by exact fractions; two when it is a tie."""
-    distance = {
-        code: abs(Fraction(float(v)) - Fraction(float(x)))
-        for code, v in enumerate(table)
-        if np.isfinite(v)
-    }
+def nearest_codes(x: np.float32, finite: dict[int, int]) -> set[int]:
+    """Codes of the numbers nearest to x, exactly; two when it is a tie.
+
+    finite: code -> its number, scaled.
+    """
+    wanted = scaled(x)
+    distance = {code: abs(number - wanted) for code, number in finite.items()}
     least = min(distance.values())
     return {code for code, d in distance.items() if d == least}
 
@@ -94,8 +92,9 @@ def test_eight_bit_rounding_is_nearest(name: str) -> None:
     table = oracle.decode(np.arange(256, dtype=np.uint8), name)
     values = interesting_floats(table, seed=8)
     codes = oracle.encode(values, name)
+    finite = {code: scaled(v) for code, v in enumerate(table) if np.isfinite(v)}
     for x, code in zip(values, codes.tolist(), strict=True):
-        allowed = nearest_codes(x, table)
+        allowed = nearest_codes(x, finite)
         assert table[code] in table[list(allowed)], (x, code)
         distinct = sorted({float(table[c]) for c in allowed}, key=abs)
         if len(distinct) == 2:

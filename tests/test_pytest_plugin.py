@@ -8,11 +8,17 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import kvcore.runtime  # noqa: F401 - loaded once: numpy cannot be loaded again by an inner run
+import kvcore.runtime  # loaded once: numpy cannot be loaded again by an inner run
+
+# Nor can torch, which takes seconds to load besides.
+if importlib.util.find_spec("torch"):
+    import kvcore.torch
 
 pytest_plugins = ["pytester"]
 
@@ -27,10 +33,21 @@ def scatter(dtype):
 """
 
 
-def need_torch() -> None:
-    """Skip without torch; not by loading it, since an inner run's end would unload it again."""
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed")
+@pytest.fixture
+def torch_inside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inner runs may use kvcore.torch and leave it installed, as a process that ends does."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    made: list[kvcore.torch.Installation] = []
+    install = kvcore.torch.install
+
+    def kept(*arguments: Any, **keywords: Any) -> kvcore.torch.Installation:
+        made.append(install(*arguments, **keywords))
+        return made[-1]
+
+    monkeypatch.setattr(kvcore.torch, "install", kept)
+    yield
+    for installation in made:
+        installation.uninstall()
 
 
 def outcomes(result: pytest.RunResult) -> dict[str, int]:
@@ -293,11 +310,11 @@ def test_two_streams(kvcore_namespace):
 """
 
 
+@pytest.mark.usefixtures("torch_inside")
 def test_a_namespace(pytester: pytest.Pytester) -> None:
-    need_torch()
     pytester.makepyfile(NAMESPACE)
-    assert outcomes(pytester.runpytest_subprocess()) == {"passed": 2}
-    result = pytester.runpytest_subprocess("--kvcore-soc=A3", "--kvcore-races")
+    assert outcomes(pytester.runpytest_inprocess()) == {"passed": 2}
+    result = pytester.runpytest_inprocess("--kvcore-soc=A3", "--kvcore-races")
     assert outcomes(result) == {"failed": 2}
     result.stdout.fnmatch_lines(["*ParamInvalidError: key: expected * on A3*", "*RaceError*"])
 
@@ -342,11 +359,11 @@ def test_ordered():
 """
 
 
+@pytest.mark.usefixtures("torch_inside")
 def test_an_installation_for_all_tests_tells_each_its_races(pytester: pytest.Pytester) -> None:
-    need_torch()
     pytester.makeconftest(RECIPE)
     pytester.makepyfile(RACING)
-    result = pytester.runpytest_subprocess("--kvcore-races", "--kvcore-all", "-rA")
+    result = pytester.runpytest_inprocess("--kvcore-races", "--kvcore-all", "-rA")
     assert outcomes(result) == {"passed": 3, "failed": 2}
     result.stdout.fnmatch_lines(["*_ test_racing _*", "*RaceError*WAW*"])
     result.stdout.fnmatch_lines(["*_ test_fails_and_races _*", "*AssertionError: its own failure*"])
@@ -381,18 +398,18 @@ class TestCache(unittest.TestCase):
 
 def test_unittest_classes_are_repeated_too(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(UNITTESTS)
-    assert outcomes(pytester.runpytest_subprocess()) == {"passed": 3}
-    result = pytester.runpytest_subprocess("--kvcore-soc=A2,950", "-rA")
+    assert outcomes(pytester.runpytest_inprocess()) == {"passed": 3}
+    result = pytester.runpytest_inprocess("--kvcore-soc=A2,950", "-rA")
     assert outcomes(result) == {"passed": 2, "failed": 1, "skipped": 1}
     result.stdout.fnmatch_lines(["*_ TestCache.test_marked _*", "*under the limits of A2*"])
-    result = pytester.runpytest_subprocess("--kvcore-soc=A2,950", "--kvcore-all")
+    result = pytester.runpytest_inprocess("--kvcore-soc=A2,950", "--kvcore-all")
     assert outcomes(result) == {"passed": 2, "failed": 2, "skipped": 1}
 
 
 def test_a_namespace_without_torch(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("import sys\nsys.modules['torch'] = None")
     pytester.makepyfile("def test_it(kvcore_namespace): pass")
-    result = pytester.runpytest_subprocess("-rs")
+    result = pytester.runpytest_inprocess("-rs")
     assert outcomes(result) == {"skipped": 1}
     result.stdout.fnmatch_lines(["*torch is not installed*"])
 
@@ -408,14 +425,14 @@ def test_step():
 """
 
 
+@pytest.mark.usefixtures("torch_inside")
 def test_the_recipe_of_the_readme(pytester: pytest.Pytester) -> None:
-    need_torch()
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     (recipe,) = re.findall(r"^```python\n(# conftest.py\n.*?)^```$", readme, re.M | re.S)
     (command,) = re.findall(r"^pytest (--kvcore.*)$", readme, re.M)
     pytester.makeconftest(recipe)
     pytester.makepyfile(CLIENT)
-    assert outcomes(pytester.runpytest_subprocess()) == {"passed": 1}
+    assert outcomes(pytester.runpytest_inprocess()) == {"passed": 1}
     result = pytester.runpytest_subprocess(*command.split("#")[0].split())
     assert outcomes(result) == {"passed": 1, "failed": 2}  # only the 950 moves float32
     result.stdout.fnmatch_lines(["*ParamInvalidError: key: expected * on A2*"])
