@@ -92,7 +92,10 @@ def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def is_dense_from(argument: Argument, axis: int) -> bool:
-    """Whether the axes from ``axis`` on are C-contiguous among themselves."""
+    """Whether the axes from ``axis`` on are C-contiguous among themselves.
+
+    The others may lie apart, by whole elements: CANN counts in these.
+    """
     if 0 in argument.shape:
         return True
     step = argument.itemsize
@@ -101,7 +104,8 @@ def is_dense_from(argument: Argument, axis: int) -> bool:
         if n != 1 and stride != step:
             return False
         step *= n
-    return all(stride >= step or n == 1 for n, stride in pairs[:axis])
+    item = argument.itemsize
+    return all((stride >= step and not stride % item) or n == 1 for n, stride in pairs[:axis])
 
 
 def read_all(plan: Plan) -> tuple[Argument | None, ...]:

@@ -96,7 +96,7 @@ class Call:
         wanted = "a contiguous array"
         if free:
             axes = "axis" if free == 1 else f"{free} axes"
-            wanted = f"an array of which only the first {axes} may be strided"
+            wanted = f"an array of which only the first {axes} may be strided, by whole elements,"
         seen = f"shape {list(one.shape)}, strides {list(one.strides)} bytes"
         fail(one.name, f"{wanted} on {self.soc.name}", seen)
 

@@ -47,8 +47,6 @@ class ScatterCall(Call):
         if self.key_only:
             self.arguments[VALUE] = self.arguments[VALUE_CACHE] = None
         self.four_d = len(self.argument("key").shape) == 4
-        if self.four_d and self.scatter_mode != "Nct":
-            self.scatter_mode = "None"  # scenario 3 goes by the arrays it is given
         self.settle_strides(self._free_axes())
         self.ask_the_table()
         self.prepare()
@@ -105,8 +103,8 @@ class ScatterCall(Call):
         return lens.seen_as(shape, contiguous_strides(shape, lens.itemsize))
 
     def is_empty(self) -> bool:
-        """No tokens, or none with bytes."""
-        return self.argument("slot_mapping").size == 0 or self.argument("key").size == 0
+        """No tokens, none with bytes, or caches without a slot (so every slot is negative)."""
+        return 0 in [self.argument(name).size for name in ("slot_mapping", "key", "key_cache")]
 
     def phase_one(
         self, handles: Handles, placed: Placed, room: Room, answer: Argument | None

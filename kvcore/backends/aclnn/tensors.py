@@ -12,7 +12,7 @@ import ctypes
 from collections.abc import Sequence
 from types import TracebackType
 
-from kvcore.backends.aclnn.arrays import Argument
+from kvcore.backends.aclnn.arrays import Argument, contiguous_strides
 from kvcore.backends.aclnn.constants import ACL_FORMAT_ND, ACL_SUCCESS
 from kvcore.backends.aclnn.library import Cann
 from kvcore.dtypes import DType
@@ -54,7 +54,12 @@ class Handles:
         scale = 2 if kind.packed else 1
         item = argument.itemsize
         shape = list(argument.shape)
-        strides = [stride // item * scale for stride in argument.strides]
+        # Those of an axis of one mean nothing here, and may be anything; CANN looks at them.
+        dense = contiguous_strides(shape, item)
+        strides = [
+            (stride if n > 1 else step) // item * scale
+            for n, stride, step in zip(shape, argument.strides, dense, strict=True)
+        ]
         if kind.packed and shape:
             shape[-1] *= scale
             strides[-1] = 1

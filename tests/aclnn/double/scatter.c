@@ -39,8 +39,8 @@ static int check_types(struct call *c, bool key_only) {
     if (c->v[KEY_CACHE].t.dtype != key || (!key_only && c->v[VALUE_CACHE].t.dtype != value))
         return error(NN_PARAM_INVALID, "a cache and its source differ in dtype");
     if (key != value && !nz) return error(NN_PARAM_INVALID, "key and value differ in dtype");
-    // 5.5: PA_NZ on A2/A3: int8 key with a fp16/bf16 value only
-    if (key != value && c->soc != SOC_950 && !(key == INT8 && member(value, HALF_TYPES)))
+    // 5.5: PA_NZ on A2/A3: an int8 key with a fp16/bf16 value, not the reverse
+    if (key != value && c->soc != SOC_950 && value == INT8)
         return error(NN_PARAM_INVALID, "key dtype %d with value dtype %d", key, value);
     int slots = c->v[SLOTS].t.dtype;
     if (slots != INT32 && slots != INT64) return error(NN_PARAM_INVALID, "slotMapping dtype %d", slots);
