@@ -201,8 +201,9 @@ def executed_at_import(tree: ast.Module) -> ast.Module:
 @pytest.mark.parametrize("path", named(files(".py", ".pyi")))
 def test_python_sources_import_what_their_place_allows(path: Path) -> None:
     own = place(path)
-    everywhere = imports_in(ast.parse(path.read_text()))
-    at_import = imports_in(executed_at_import(ast.parse(path.read_text())))
+    tree = ast.parse(path.read_text())
+    everywhere = imports_in(tree)
+    at_import = imports_in(executed_at_import(tree))  # the last to see the whole tree
     assert not everywhere & CONCURRENT, "kvcore runs on any event loop: use anyio"
     assert "rich" not in at_import, "rich is imported where it is used"
     if own != "cli":

@@ -113,7 +113,7 @@ def test_a_nan_is_a_nan(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is kept
 def test_only_touched_rows_are_kept(tmp_path: Path) -> None:
     with recording(tmp_path / "calls") as (ns, recorder):
-        cache = torch.randn(1024, 128, 8, 128).half()
+        cache = torch.randn(128, 8, 128).half().expand(1024, -1, -1, -1).clone()
         before = cache.clone()
         key = torch.randn(2, 8, 128).half()
         ns._npu_reshape_and_cache_siso(key, cache, torch.tensor([77_777, 5]))
