@@ -8,9 +8,8 @@
  * copy:   ordinary stores, for rows that stay in the cache.
  * join:   n tokens whose rows lie one behind the other, which need not begin on a line: the lines that
  *         two of them share are put together and streamed whole. bytes of a row: 64 at the least.
- * run:    n tokens whose rows lie side by side in each FRACTAL_NZ column of 32-byte cells; column by
- *         column, in whole lines past the cache.  Arrays of numpy begin 16 bytes after a line, so a
- *         line is put together from 16-byte halves of cells.
+ * run:    n tokens whose rows lie side by side in each FRACTAL_NZ column of 32-byte cells, in whole
+ *         lines past the cache (nz_runs.h).
  * fence:  orders streamed stores before whatever says that the work is done.
  */
 #ifndef KVCORE_ISA_H
@@ -50,16 +49,6 @@ static void kv_plain_join(char *dst, const char *const *toks, int64_t at, int64_
 {
     for (int64_t t = 0; t < n; t++)
         memcpy(dst + t * bytes, toks[t] + at, (size_t)bytes);
-}
-
-static void kv_plain_run(char *page, int64_t column_step, const char *const *toks, int64_t at,
-                         int64_t n, int64_t n_columns)
-{
-    for (int64_t c = 0; c < n_columns; c++) {
-        char *dst = page + c * column_step;
-        for (int64_t t = 0; t < n; t++)
-            memcpy(dst + t * KV_CELL, toks[t] + at + c * KV_CELL, KV_CELL);
-    }
 }
 
 /* Cells anywhere: pages[t] + page_at is token t's cell in the first column.  Ordinary stores, two columns
@@ -171,47 +160,6 @@ KV_AVX2_MOVE(kv_avx2_row, (void)0)
 
 KV_JOIN(kv_avx2_join, kv_avx2_row)
 
-/* Halves 0 .. 2n-1 of a column: half u is the (u & 1)th of token u / 2. */
-#define KV_LOAD_HALF(toks, at, u) \
-    _mm_loadu_si128((const __m128i *)((toks)[(u) >> 1] + (at) + ((u) & 1) * KV_HALF))
-
-static inline void kv_store_halves(char *dst, const char *const *toks, int64_t at, int64_t from,
-                                   int64_t to)
-{
-    for (int64_t u = from; u < to; u++)
-        _mm_storeu_si128((__m128i *)(dst + u * KV_HALF), KV_LOAD_HALF(toks, at, u));
-}
-
-__attribute__((target("avx2")))
-static void kv_avx2_run(char *page, int64_t column_step, const char *const *toks, int64_t at,
-                        int64_t n, int64_t n_columns)
-{
-    if ((uintptr_t)page & (KV_HALF - 1)) {
-        kv_plain_run(page, column_step, toks, at, n, n_columns);
-        return;
-    }
-    for (int64_t c = 0; c < n_columns; c++, at += KV_CELL) {
-        char *dst = page + c * column_step;
-        int64_t u = (int64_t)(-(uintptr_t)dst & (KV_LINE - 1)) / KV_HALF;
-        if (u > 2 * n)
-            u = 2 * n;
-        if (c + 2 < n_columns) {
-            kv_will_write(dst + 2 * column_step);
-            kv_will_write(dst + 2 * column_step + n * KV_CELL - 1);
-        }
-        kv_store_halves(dst, toks, at, 0, u);
-        for (; u + 4 <= 2 * n; u += 4) {
-            __m256i a = _mm256_inserti128_si256(
-                _mm256_castsi128_si256(KV_LOAD_HALF(toks, at, u)), KV_LOAD_HALF(toks, at, u + 1), 1);
-            __m256i b = _mm256_inserti128_si256(
-                _mm256_castsi128_si256(KV_LOAD_HALF(toks, at, u + 2)), KV_LOAD_HALF(toks, at, u + 3), 1);
-            _mm256_stream_si256((__m256i *)(dst + u * KV_HALF), a);
-            _mm256_stream_si256((__m256i *)(dst + u * KV_HALF + 32), b);
-        }
-        kv_store_halves(dst, toks, at, u, 2 * n);
-    }
-}
-
 #define KV_AVX512 __attribute__((target("avx512f,avx512bw")))
 
 /* The first n bytes of a line, n from 0 to 63. */
@@ -279,6 +227,7 @@ KV_AVX512 static void kv_avx512_join(char *dst, const char *const *toks, int64_t
 }
 #endif
 
+
 #if defined(__aarch64__) && defined(__GNUC__)
 #define KV_ARM 1
 #include <arm_neon.h>
@@ -309,24 +258,14 @@ static void kv_neon_stream(char *dst, const char *src, int64_t n)
 }
 
 KV_JOIN(kv_neon_join, kv_neon_stream)
-
-static void kv_neon_run(char *page, int64_t column_step, const char *const *toks, int64_t at,
-                        int64_t n, int64_t n_columns)
-{
-    for (int64_t c = 0; c < n_columns; c++, at += KV_CELL) {
-        char *dst = page + c * column_step;
-        for (int64_t t = 0; t < n; t++) {
-            const uint8_t *cell = (const uint8_t *)(toks[t] + at);
-            kv_stnp(dst + t * KV_CELL, vld1q_u8(cell), vld1q_u8(cell + 16));
-        }
-    }
-}
 #endif
+
+#include "nz_runs.h"
 
 /* Best first; the portable set is always last. */
 static const kv_isa kv_isas[] = {
 #ifdef KV_X86
-    {"avx512", kv_avx512_stream, kv_avx512_row, kv_avx512_copy, kv_avx512_join, kv_avx2_run,
+    {"avx512", kv_avx512_stream, kv_avx512_row, kv_avx512_copy, kv_avx512_join, kv_avx512_run,
      kv_sse_fence},
     {"avx2", kv_avx2_stream, kv_avx2_row, kv_plain_stream, kv_avx2_join, kv_avx2_run, kv_sse_fence},
 #endif

@@ -14,7 +14,7 @@ from kvcore._kernels.rows cimport kv_inside, kv_lane, kv_page, kv_tok
 
 cdef enum:
     WINDOW = 32      # tokens written together when their slots are no run
-    LONGEST_RUN = 32
+    LONGEST_RUN = 128  # a block, mostly: each end of a run is part of a line
     SHORTEST_RUN = 8  # below it a run has too few whole lines to be worth leaving the window
     CELL = 32
 

@@ -69,13 +69,14 @@ static void check_join(const kv_isa *isa)
 
 static void check_run(const kv_isa *isa)
 {
-    enum { TOKENS = 70, COLUMNS = 5, STRIDE = COLUMNS * KV_CELL + 24, COLUMN = 80 * KV_CELL };
+    enum { TOKENS = 70, COLUMNS = 5, STRIDE = COLUMNS * KV_CELL + 24, MOST = 80 * KV_CELL };
     static char src[TOKENS * STRIDE + 64];
-    _Alignas(64) static char dst[COLUMNS * COLUMN + 256], want[COLUMNS * COLUMN + 256];
+    _Alignas(64) static char dst[COLUMNS * MOST + 256], want[COLUMNS * MOST + 256];
     const char *toks[TOKENS];
     char *pages[TOKENS];
     for (int at = 0; at < 64; at += at < 4 ? 1 : 4) {
         for (int n = 1; n <= TOKENS; n += 3) {
+            int columns = 1 + (n + at) % (COLUMNS - 1), step = MOST - KV_CELL / 2 * ((n + at) / 4 % 3);
             for (unsigned i = 0; i < sizeof src; i++)
                 src[i] = (char)next();
             for (unsigned i = 0; i < sizeof dst; i++)
@@ -84,16 +85,16 @@ static void check_run(const kv_isa *isa)
                 toks[t] = src + (t * 37 % TOKENS) * STRIDE;
                 pages[t] = dst + at + t * KV_CELL;
             }
-            for (int c = 0; c < COLUMNS - 1; c++)
+            for (int c = 0; c < columns; c++)
                 for (int t = 0; t < n; t++)
-                    memcpy(want + at + c * COLUMN + t * KV_CELL, toks[t] + 8 + c * KV_CELL, KV_CELL);
-            if (n % 2)
-                isa->run(dst + at, COLUMN, toks, 8, n, COLUMNS - 1);
+                    memcpy(want + at + c * step + t * KV_CELL, toks[t] + 8 + c * KV_CELL, KV_CELL);
+            if (n & 2)
+                isa->run(dst + at, step, toks, 8, n, columns);
             else
-                kv_cells(pages, 0, COLUMN, toks, 8, n, COLUMNS - 1);
+                kv_cells(pages, 0, step, toks, 8, n, columns);
             isa->fence();
             if (memcmp(dst, want, sizeof dst))
-                fail(n % 2 ? "run" : "cells", isa->name, at, n);
+                fail(n & 2 ? "run" : "cells", isa->name, at, n);
         }
     }
 }
