@@ -123,34 +123,61 @@ cdef inline bint asks(const kv_lane* lane, bint gather, const kv_isa* isa) noexc
     )
 
 
-cdef void copy_whole(
-    const kv_lane* lane, const int64_t* slots, int64_t begin, int64_t end, bint gather,
-    const kv_isa* isa
-) noexcept nogil:
-    # A token is one piece. Consecutive slots of packed rows are one copy.
-    cdef int64_t i = begin, j, slot, limit
-    cdef bint asking = asks(lane, gather, isa)
-    cdef bint packed = (
+cdef inline bint packed(const kv_lane* lane) noexcept nogil:
+    return (
         lane.tok_inner == 0
         and lane.tok_stride == lane.bytes
         and lane.row_stride == lane.bytes
     )
+
+
+cdef void copy_whole(
+    const kv_lane* lanes, int n_lanes, const int64_t* slots, int64_t begin, int64_t end,
+    bint gather, const kv_isa* isa
+) noexcept nogil:
+    # A token is one piece. Consecutive slots of packed rows are one copy. The lanes' tokens are
+    # moved in turn: several rows on their way hide more of the memory's latency than one.
+    cdef int64_t i = begin, j, slot, limit
+    cdef int k
+    cdef bint asking = False, joining = True, flat = True
+    for k in range(n_lanes):
+        asking = asking or asks(&lanes[k], gather, isa)
+        joining = joining and packed(&lanes[k])
+        flat = flat and lanes[k].flat
     while i < end:
         slot = slots[i]
         if slot < 0:
             i += 1
             continue
         j = i + 1
-        if packed:
+        if joining:
             limit = end
-            if not lane.flat and lane.block_size - slot % lane.block_size < limit - i:
-                limit = i + lane.block_size - slot % lane.block_size
+            if not flat and lanes.block_size - slot % lanes.block_size < limit - i:
+                limit = i + lanes.block_size - slot % lanes.block_size
             while j < limit and slots[j] == slot + (j - i):
                 j += 1
         if asking and j + AHEAD - 1 < end and slots[j + AHEAD - 1] >= 0:
-            ask(kv_page(lane, slots[j + AHEAD - 1]), lane.bytes)
-        move(lane, kv_tok(lane, i), kv_page(lane, slot), (j - i) * lane.bytes, gather, isa)
+            for k in range(n_lanes):
+                ask(kv_page(&lanes[k], slots[j + AHEAD - 1]), lanes[k].bytes)
+        for k in range(n_lanes):
+            move(
+                &lanes[k], kv_tok(&lanes[k], i), kv_page(&lanes[k], slot),
+                (j - i) * lanes[k].bytes, gather, isa
+            )
         i = j
+
+
+cdef inline bint turns(const rows_job* job) noexcept nogil:
+    # Whether every lane's token is one piece, in blocks of one size.
+    cdef int k
+    for k in range(job.n_lanes):
+        if (
+            job.lanes[k].levels != 0
+            or job.lanes[k].token_bytes == 0
+            or job.lanes[k].block_size != job.lanes.block_size
+        ):
+            return False
+    return True
 
 
 ctypedef struct joined_t:
@@ -231,7 +258,7 @@ cdef void copy_tokens(
     if lane.token_bytes == 0:
         return
     if lane.levels == 0:
-        copy_whole(lane, slots, begin, end, gather, isa)
+        copy_whole(lane, 1, slots, begin, end, gather, isa)
     elif lane.tiled and not gather:
         copy_tiles(lane, slots, NULL, begin, end, isa)
     elif isa != NULL and not gather and joins(lane):
@@ -271,6 +298,8 @@ cdef void copy_range(const rows_job* job, int64_t begin, int64_t end) noexcept n
     cdef int lane
     if job.order != NULL:
         copy_ordered(job, begin, end)
+    elif turns(job):
+        copy_whole(job.lanes, job.n_lanes, job.slots, begin, end, job.gather, job.isa)
     else:
         for lane in range(job.n_lanes):
             copy_tokens(&job.lanes[lane], job.slots, begin, end, job.gather, job.isa)
