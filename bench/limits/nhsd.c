@@ -1,133 +1,140 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What bounds NHSD writes: cc -O2 -o nhsd nhsd.c && ./nhsd   (x86-64 with AVX-512)
+ * What bounds NHSD writes at random slots: cc -O2 -o nhsd nhsd.c && ./nhsd
  *
- * 16,384 tokens of 8 pieces of 256 bytes (K and V) go to random slots. A piece that begins on a
- * line is four whole lines, which streaming stores write without reading them first. A piece that
- * begins 16 bytes after a line, as in every large numpy array, borrows part of a line at either end:
- * those two of five lines must be read and written back, and no other store avoids it without
- * touching bytes of the neighbouring rows.  Each variant is printed beside a copy of the same bytes.
+ * 16,384 tokens of 8 pieces of 256 bytes (K and V) go to random slots of 32,768.  A piece that begins
+ * on a line is four whole lines, which streaming stores write without reading them first.  A piece that
+ * begins 16 bytes after a line, as in every large numpy array, borrows part of a line at either end;
+ * those must be read and written back, and no other store avoids it without touching the neighbours'
+ * bytes.  Tokens by slot share the borrowed lines of neighbours.  The last function writes and
+ * borrows as many lines as that, but in ascending order, with neither slots nor an order to follow.
  */
-#include <immintrin.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <time.h>
+#include "limits.h"
 
 enum { TOKENS = 16384, SLOTS = 32768, BLOCK = 128, HEADS = 8, PIECE = 256, ROW = HEADS * PIECE };
-enum { ROUNDS = 15, VARIANTS = 5 };
 
 static int64_t slots[SLOTS];
+static int32_t order[TOKENS];
+static char *src, *dst, *cache;
 
-static double now(void)
+static char *place(int lane, int64_t slot)
 {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + t.tv_nsec * 1e-9;
+    return cache + OFF + ((long)lane * SLOTS + slot / BLOCK * BLOCK) * ROW + slot % BLOCK * PIECE;
+}
+static char *token(int lane, long t) { return src + OFF + ((long)lane * TOKENS + t) * ROW; }
+
+static void copy(void) { memcpy(dst + OFF, src + OFF, 2L * TOKENS * ROW); }
+
+static void ordinary_stores(void)
+{
+    for (int lane = 0; lane < 2; lane++)
+        for (long t = 0; t < TOKENS; t++)
+            for (long h = 0; h < HEADS; h++)
+                memcpy(place(lane, slots[t]) + h * BLOCK * PIECE, token(lane, t) + h * PIECE, PIECE);
 }
 
-static char *place(char *cache, int64_t slot)
+static void on_lines(void)
 {
-    return cache + slot / BLOCK * BLOCK * ROW + slot % BLOCK * PIECE;
+    for (int lane = 0; lane < 2; lane++)
+        for (long t = 0; t < TOKENS; t++)
+            for (long h = 0; h < HEADS; h++)
+                stream(place(lane, slots[t]) - OFF + h * BLOCK * PIECE, token(lane, t) + h * PIECE, PIECE);
 }
 
-__attribute__((target("avx512f"))) static void stream_lines(char *dst, const char *src, long n)
+static inline void by_token(int asking)
 {
-    for (long i = 0; i < n; i += 64)
-        _mm512_stream_si512((__m512i *)(dst + i), _mm512_loadu_si512(src + i));
-}
-
-static void whole_lines(char *cache, const char *src)
-{
-    for (long t = 0; t < TOKENS; t++)
-        for (long h = 0; h < HEADS; h++)
-            stream_lines(place(cache, slots[t]) + h * BLOCK * PIECE, src + t * ROW + h * PIECE, PIECE);
-}
-
-/* ask: prefetch the borrowed lines of the next token's piece */
-static void borrowed_lines(char *cache, const char *src, int ask)
-{
-    for (long t = 0; t < TOKENS; t++) {
-        char *later = place(cache, slots[t + 1 < TOKENS ? t + 1 : t]);
-        for (long h = 0; h < HEADS; h++) {
-            char *dst = place(cache, slots[t]) + h * BLOCK * PIECE;
-            const char *piece = src + t * ROW + h * PIECE;
-            long head = -(uintptr_t)dst & 63;
-            if (ask) {
-                __builtin_prefetch(later + h * BLOCK * PIECE, 1, 3);
-                __builtin_prefetch(later + h * BLOCK * PIECE + PIECE - 1, 1, 3);
+    for (int lane = 0; lane < 2; lane++)
+        for (long t = 0; t < TOKENS; t++) {
+            char *later = place(lane, slots[t + 1 < TOKENS ? t + 1 : t]);
+            for (long h = 0; h < HEADS; h++) {
+                if (asking) {
+                    ask(later + h * BLOCK * PIECE);
+                    ask(later + h * BLOCK * PIECE + PIECE - 1);
+                }
+                stream(place(lane, slots[t]) + h * BLOCK * PIECE, token(lane, t) + h * PIECE, PIECE);
             }
-            memcpy(dst, piece, head);
-            stream_lines(dst + head, piece + head, (PIECE - head) & ~63L);
-            memcpy(dst + PIECE - (64 - head), piece + PIECE - (64 - head), 64 - head);
+        }
+}
+static void off_lines(void) { by_token(0); }
+static void off_lines_asked(void) { by_token(1); }
+
+/* A run of n neighbours is one piece for each head; the lines within it are whole. */
+AVX512 static void write_run(int lane, const int32_t *run, long n, const int32_t *later)
+{
+    for (long h = 0; h < HEADS; h++) {
+        char *to = place(lane, slots[run[0]]) + h * BLOCK * PIECE;
+        const char *from = token(lane, run[0]) + h * PIECE;
+        long head = 64 - OFF;
+        if (later) {
+            char *next = place(lane, slots[*later]) + h * BLOCK * PIECE;
+            ask(next);
+            ask(next + PIECE - 1);
+            for (int line = 0; line < PIECE; line += 64)
+                __builtin_prefetch(token(lane, *later) + h * PIECE + line, 0, 3);
+        }
+        part(to, from, head);
+        for (long t = 0; t < n; t++, to += PIECE) {
+            long i = t ? OFF * 3 : head;
+            for (; i + 64 <= PIECE; i += 64)
+                _mm512_stream_si512((__m512i *)(to + i), _mm512_loadu_si512(from + i));
+            if (t + 1 == n) {
+                part(to + i, from + i, PIECE - i);
+            } else { /* the line that two neighbours share */
+                const char *next = token(lane, run[t + 1]) + h * PIECE;
+                __mmask64 first = ((uint64_t)1 << OFF) - 1;
+                __m512i line = _mm512_maskz_loadu_epi8(first, from + i);
+                line = _mm512_mask_loadu_epi8(line, ~first, next - OFF);
+                _mm512_stream_si512((__m512i *)(to + i), line);
+                from = next;
+            }
         }
     }
 }
 
-static void ordinary_stores(char *cache, const char *src)
+static void by_slot(void)
 {
-    for (long t = 0; t < TOKENS; t++)
-        for (long h = 0; h < HEADS; h++)
-            memcpy(place(cache, slots[t]) + h * BLOCK * PIECE, src + t * ROW + h * PIECE, PIECE);
+    static int32_t at[SLOTS];
+    long n = 0;
+    memset(at, -1, sizeof at);
+    for (int32_t t = 0; t < TOKENS; t++)
+        at[slots[t]] = t;
+    for (long slot = 0; slot < SLOTS; slot++)
+        if (at[slot] >= 0)
+            order[n++] = at[slot];
+    for (int lane = 0; lane < 2; lane++)
+        for (long p = 0, q; p < TOKENS; p = q) {
+            for (q = p + 1; q < TOKENS && slots[order[q]] == slots[order[q - 1]] + 1
+                            && slots[order[q]] % BLOCK; q++)
+                ;
+            write_run(lane, order + p, q - p, q < TOKENS ? order + q : NULL);
+        }
 }
 
-static int ascending(const void *a, const void *b)
+/* Half of the slots are written, so a run is two pieces long on average: seven whole lines, two parts. */
+AVX512 static void in_sequence(void)
 {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static char *memory(size_t size)
-{
-    char *p = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED)
-        exit(1);
-    madvise(p, size, MADV_HUGEPAGE);
-    memset(p, 1, size);
-    return p;
+    const char *from = src + OFF;
+    char *to = cache;
+    for (long pair = 0; pair < (long)TOKENS * HEADS; pair++, from += 2 * PIECE, to += 4 * PIECE) {
+        part(to + OFF, from, 64 - OFF);
+        for (int i = 64; i < 2 * PIECE; i += 64)
+            _mm512_stream_si512((__m512i *)(to + i), _mm512_loadu_si512(from + i - OFF));
+        part(to + 2 * PIECE, from + 2 * PIECE - OFF, OFF);
+    }
 }
 
 int main(void)
 {
-    static double times[VARIANTS][ROUNDS];
-    const char *names[VARIANTS] = {"memcpy of the same bytes", "streaming, pieces on lines",
-                                   "streaming, 16 bytes off", "the same, borrowed lines asked for",
-                                   "ordinary stores, 16 bytes off"};
-    size_t bytes = 2L * TOKENS * ROW, size = 2L * SLOTS * ROW;
-    char *src = memory(bytes), *dst = memory(bytes), *cache = memory(size + 4096);
-    if (!__builtin_cpu_supports("avx512f"))
-        return puts("this CPU has no AVX-512") < 0;
-    for (int64_t i = 0; i < SLOTS; i++)
-        slots[i] = i;
-    srand(7);
-    for (int64_t i = SLOTS - 1; i > 0; i--) {
-        int64_t j = ((int64_t)rand() << 15 ^ rand()) % (i + 1), kept = slots[i];
-        slots[i] = slots[j];
-        slots[j] = kept;
-    }
-    for (int round = 0; round < ROUNDS; round++)
-        for (int v = 0; v < VARIANTS; v++) {
-            double start = now();
-            for (int lane = 0; lane < 2; lane++) {
-                char *c = cache + (size_t)lane * SLOTS * ROW, *s = src + (size_t)lane * TOKENS * ROW;
-                if (v == 0)
-                    memcpy(dst + (size_t)lane * TOKENS * ROW, s, bytes / 2);
-                else if (v == 1)
-                    whole_lines(c, s);
-                else if (v == 4)
-                    ordinary_stores(c + 16, s);
-                else
-                    borrowed_lines(c + 16, s, v == 3);
-            }
-            _mm_sfence();
-            times[v][round] = now() - start;
-        }
-    for (int v = 0; v < VARIANTS; v++)
-        qsort(times[v], ROUNDS, sizeof(double), ascending);
-    for (int v = 0; v < VARIANTS; v++)
-        printf("%-36s %7.2f ms  %.2fx\n", names[v], times[v][ROUNDS / 2] * 1e3,
-               times[v][ROUNDS / 2] / times[0][ROUNDS / 2]);
-    return 0;
+    const kv_way ways[] = {{"memcpy of the same bytes", copy},
+                           {"ordinary stores", ordinary_stores},
+                           {"streaming, pieces on lines", on_lines},
+                           {"streaming, pieces off lines", off_lines},
+                           {"the same, borrowed lines asked for", off_lines_asked},
+                           {"the same by slot, shared lines written whole", by_slot},
+                           {"as many lines in ascending order, without slots", in_sequence}};
+    src = memory(2L * TOKENS * ROW);
+    dst = memory(2L * TOKENS * ROW);
+    cache = memory(2L * SLOTS * ROW);
+    shuffle(slots, SLOTS);
+    return report(ways, sizeof ways / sizeof *ways);
 }
