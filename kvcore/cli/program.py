@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import pkgutil
 import sys
@@ -34,6 +35,9 @@ def build_parser() -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, and never raises for what a user did."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of files may be anything, and the terminal may know less than they need.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _run(arguments)
         _flush()

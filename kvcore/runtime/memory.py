@@ -160,7 +160,7 @@ class Buffer(BufferCore):
         try:
             # a number in every dimension must still be a view, not a scalar
             found = array[(*parts, Ellipsis)] if Ellipsis not in parts else array[parts]
-        except (IndexError, TypeError, ValueError) as error:
+        except (IndexError, TypeError, ValueError, OverflowError) as error:
             raise ParamInvalidError(
                 f"index: expected an index into shape {self.shape}, got {index!r} ({error})",
                 argument="index",

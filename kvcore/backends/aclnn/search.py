@@ -12,6 +12,7 @@ and what they need is loaded before them, for all to see (RTLD_GLOBAL).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -78,7 +79,9 @@ class Search:
         seen = set()
         for text in (*named, *USUAL_HOMES):
             if text:
-                home = Path(text).expanduser()
+                home = Path(text)
+                with contextlib.suppress(RuntimeError):  # "~" of nobody: a folder like another
+                    home = home.expanduser()
                 if home not in seen:
                     seen.add(home)
                     yield home
@@ -150,7 +153,7 @@ class Search:
         try:
             real = path.resolve(strict=True)
             owner = real.stat()
-        except (OSError, RuntimeError):  # RuntimeError: a loop of links
+        except (OSError, RuntimeError, ValueError):  # a loop of links; a null byte
             self.tried.append((str(path), "not there"))
             return None
         if not stat.S_ISREG(owner.st_mode):
@@ -194,7 +197,8 @@ class Search:
 
     def opp_path(self, runtime: Found) -> str | None:
         """What ASCEND_OPP_PATH must be and is not; None when it is set or cannot be known."""
-        if self.given or self.environ.get("ASCEND_OPP_PATH") or os.sep not in runtime.path:
+        named = self.environ.get("ASCEND_OPP_PATH", "").strip()
+        if self.given or named or os.sep not in runtime.path:
             return None
         for parent in list(Path(runtime.path).parents)[1:3]:
             if (parent / "opp").is_dir():

@@ -41,10 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kvcore = _package()
     print(f"kvcore {kvcore.__version__}, self test of the aclnn backend")
     for line in _lines(report.details()):
-        print(line)
+        print(_printable(line))
     reason = kvcore.backends.why_not("aclnn")
     if reason is not None:
-        print(f"\nCANNOT RUN: {reason}")
+        print(f"\nCANNOT RUN: {_printable(reason)}")
         return CANNOT_RUN
     print()
     counts = {"PASS": 0, "FAIL": 0, "MISSING": 0}
@@ -172,6 +172,11 @@ def _compare_selection(
                 if not np.array_equal(_bits(got), _bits(original)):
                     return "FAIL", f": {here} of row {row}, token {token} is not id {source}'s"
     return "PASS", ""
+
+
+def _printable(text: str) -> str:
+    """In ASCII: paths may be anything, and the report is to be pasted."""
+    return text.encode("ascii", "backslashreplace").decode()
 
 
 def _bits(array: NDArray[Any]) -> NDArray[Any]:

@@ -89,7 +89,7 @@ class AclDevice(Device):
         check_host: bool = False,
         max_events: int | None = None,
     ) -> None:
-        if clock == "model":
+        if isinstance(clock, str) and clock == "model":  # whatever else is no clock, super says
             raise ParamInvalidError(
                 "clock: expected 'wall' on backend 'aclnn', got 'model'; an NPU keeps its own time",
                 argument="clock",
@@ -302,7 +302,7 @@ def _cann() -> library.Cann:
 
 
 def _device_id(backend: str | None) -> int:
-    name, _, number = (backend or "").partition(":")
+    name, _, number = (backend if isinstance(backend, str) else "").partition(":")
     if name == "aclnn" and (backend == name or (number.isdecimal() and len(number) < 6)):
         return int(number or 0)
     raise BackendUnavailableError(
@@ -312,16 +312,16 @@ def _device_id(backend: str | None) -> int:
     )
 
 
-def _profile(profile: str | DeviceProfile | None, found: str) -> DeviceProfile:
+def _profile(profile: str | DeviceProfile | None, found: str) -> str | DeviceProfile:
     """The profile of the SoC that was found, or the one given when that is of this SoC."""
     name = profile.name if isinstance(profile, DeviceProfile) else profile
     if profile is None:
         return DeviceProfile.named(found)
-    if name in SHIPPED and name != found:
+    if isinstance(name, str) and name in SHIPPED and name != found:
         raise ParamInvalidError(
             f"profile: expected {found!r}, which this NPU is, or None, got {name!r}",
             argument="profile",
             seen=name,
             expected=found,
         )
-    return profile if isinstance(profile, DeviceProfile) else DeviceProfile.named(profile)
+    return profile  # super knows what is none

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvcore.backends.aclnn import launch as operators
@@ -357,11 +359,12 @@ class AclStream(Stream):
         """Wait until everything launched here before this call is done, holding this thread.
 
         Raises StreamError as ``synchronize``, and one with code 507046 when the work took longer
-        than the given seconds; it goes on then.
+        than the given seconds; it goes on then.  ParamInvalidError for what are no seconds.
         """
+        seconds = _seconds(timeout_s)
         self._may_wait("synchronise")
         mark = self.mark()
-        self.device._host.wait_blocking(mark, timeout_s)
+        self.device._host.wait_blocking(mark, seconds)
         self._finish(mark, always=False)
 
     @property
@@ -579,6 +582,24 @@ def _resolve(items: list[Any], failure: Failure) -> None:
 
 def _nothing() -> None:
     """Nobody is to be told."""
+
+
+def _seconds(timeout_s: object) -> float | None:
+    """A time to wait; None for ever."""
+    if timeout_s is None:
+        return None
+    seconds = math.nan
+    if isinstance(timeout_s, Real) and not isinstance(timeout_s, bool):
+        with contextlib.suppress(OverflowError):  # an int that no float can be
+            seconds = float(timeout_s)
+    if not seconds >= 0:
+        raise ParamInvalidError(
+            f"timeout_s: expected seconds that are not negative, or None, got {timeout_s!r}",
+            argument="timeout_s",
+            seen=timeout_s,
+            expected="seconds that are not negative, or None",
+        )
+    return None if seconds == math.inf else seconds
 
 
 def _name(plan: object, attribute: str = "name") -> str:
