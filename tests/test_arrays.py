@@ -535,7 +535,7 @@ class NoCapsule:
         None,
         7,
         "text",
-        object(),
+        ...,
         TypeError("no"),
         RuntimeError("no"),
         KeyError("no"),

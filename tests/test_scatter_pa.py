@@ -551,7 +551,7 @@ def test_nz_column_is_32_bytes(dtype: str) -> None:
 @pytest.mark.parametrize(
     "mode",
     ["norm", "NORM", "pa_nz", "PA_NZ ", "ND", "nct", "alibi", 0, 1, True, 2.5, b"Norm", b"None",
-     ["Norm"], ("None",), {"Norm"}, object(), np.array(["Norm"]), np.array("Norm"), float],
+     ["Norm"], ("None",), {"Norm"}, ..., np.array(["Norm"]), np.array("Norm"), float],
     ids=repr,
 )  # fmt: skip
 def test_unknown_mode(name: str, mode: Any) -> None:
@@ -605,7 +605,7 @@ def test_nct_needs_a_contiguous_buffer() -> None:
 @pytest.mark.parametrize("name", ["dtype", "value_dtype"])
 @pytest.mark.parametrize(
     "kind",
-    ["float64", "bf16", "int64", "bool", "", "float4", 7, 1.5, b"bfloat16", ["bfloat16"], object(),
+    ["float64", "bf16", "int64", "bool", "", "float4", 7, 1.5, b"bfloat16", ["bfloat16"], ...,
      float, np.dtype("f8"), np.dtype("i8"), np.dtype("S2"), np.array([1, 2]), {"names": 3}],
     ids=repr,
 )  # fmt: skip

@@ -120,7 +120,7 @@ next(kept)
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("stream", [0, "x", [], np.zeros(3), object()], ids=repr)
+@pytest.mark.parametrize("stream", [0, "x", [], np.zeros(3), ...], ids=repr)
 def test_streams_that_are_none(stream: Any) -> None:
     with device("wall") as dev:
         event, external = dev.event(), dev.external_event()
