@@ -96,12 +96,17 @@ def holding(double: Double, dev: kvcore.Device) -> Iterator[str]:
     one.fill(there, 3)
     one.copy(here, there)
     double.runtime.kvdouble_hold(True)
-    try:
-        one.synchronize_blocking(0.001)
-        yield "no timeout"
-    except kvcore.StreamError as error:
-        if error.code != 507046:
-            yield f"another failure than a timeout: {error}"
+    waiting = "aclrtSynchronizeEventWithTimeout"
+    before, failure = double.num_calls(waiting), None
+    while double.num_calls(waiting) == before and failure is None:
+        try:
+            one.synchronize_blocking(0.001)
+            yield "no timeout"
+        except kvcore.StreamError as error:
+            if error.code != 507046:
+                failure = error
+    if failure is not None:
+        yield f"another failure than a timeout: {failure}"
     double.runtime.kvdouble_hold(False)
     one.synchronize_blocking(20)
     if not (here.numpy() == 3).all():

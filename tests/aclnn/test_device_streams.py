@@ -287,3 +287,23 @@ def test_a_plan_on_a_stream(npu: Double) -> None:
         assert dev.races == ()
         (use,) = dev.trace.summary().streams
         assert use.name == stream.name
+
+
+def test_queues_hand_one_plan_over_in_turn(npu: Double) -> None:
+    """On two streams and into a graph, with nobody waiting in between."""
+    with kvcore.Device(backend="aclnn") as dev:
+        one, two = dev.stream(), dev.stream()
+        key, slots = dev.empty((2, 2, 16), "float16"), dev.empty(2, "int32")
+        cache = dev.empty((2, 4, 2, 16), "float16")
+        for buffer, value in ((key, 1), (slots, 5), (cache, 0)):
+            one.fill(buffer, value)
+        one.synchronize_blocking()
+        plan = kvcore.plan_scatter_pa_kv_cache(key, cache, slots)
+        for _ in range(20):
+            one.launch(plan)
+            two.launch(plan)
+            with dev.capture(one) as graph:
+                one.launch(plan)
+            graph.replay(two)
+        two.wait_event(one.record_event())
+        assert (seen(two, cache).reshape(8, 32)[5] == 1).all()

@@ -35,6 +35,7 @@ from kvcore.backends.aclnn.queues.handles import Handles
 from kvcore.backends.aclnn.queues.memory import AclBuffer, Heap
 from kvcore.backends.aclnn.queues.records import AclEvent, Events, record_of
 from kvcore.backends.aclnn.queues.stream import AclStream
+from kvcore.backends.aclnn.queues.turns import Turns
 from kvcore.backends.aclnn.queues.watch import AclHost
 from kvcore.errors import (
     BackendUnavailableError,
@@ -122,6 +123,7 @@ class AclDevice(Device):
         self._rings = Handles(cann, device_id)
         self._events = Events(cann)
         self._models = Models(cann)
+        self._turns = Turns()
         self._heap = Heap(cann, device_id)
         self._buffers: weakref.WeakSet[AclBuffer] = weakref.WeakSet()
         #: Streams whose queue waits for a host function.

@@ -73,7 +73,11 @@ class _Work:
         keep(self._plan)
         # The operators keep their workspace by stream, but in a capture.
         sink = None if keep == self._stream._took else keep
-        with operators.onto(stream=handle, device_id=self._stream.device.device_id, keep=sink):
+        device = self._stream.device
+        with (
+            device._turns.of(self._plan),
+            operators.onto(stream=handle, device_id=device.device_id, keep=sink),
+        ):
             self._plan.run()
 
 
