@@ -167,7 +167,8 @@ def _choose(
                 seen=NPU,
             )
     chosen = get(asked) if isinstance(asked, str) else asked
-    if isinstance(chosen, type) or not isinstance(chosen, Backend):
+    # One that has a name was looked at when it was registered; to look costs more than a call.
+    if chosen is asked and (isinstance(chosen, type) or not isinstance(chosen, Backend)):
         fail("backend", "a name or a Backend", type(asked).__name__)
     if isinstance(chosen, CpuBackend) and not on_device:
         return None, None

@@ -9,7 +9,7 @@ host, where ``backend="aclnn"`` was named: they are copied to the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,8 @@ class Argument:
     source: Any
     element: DType | None = None
     key: object = None
+    #: What its aclTensor is made of, from the first time on; a replaced argument has none yet.
+    described: tuple[Any, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def size(self) -> int:
