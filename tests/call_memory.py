@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ import kvcore
 from kvcore._kernels import isa, parallel
 
 TOKENS = 24576
+CONTEXT = 65536
 counter = ctypes.CDLL(None)
 counter.kv_count_peak.restype = ctypes.c_long
 rng = np.random.default_rng(0)
@@ -78,21 +80,27 @@ def gather() -> Callable[[int], Any]:
     )
 
 
-def selection(block: int) -> Callable[[int], Any]:
-    rows, page = 12, 64
-    topk = TOKENS // rows // block
-    pages = topk * block // page
-    here, full = ones(rows * pages, page, 64), ones(rows * 64, 64, 64)
-    table = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
-    full_table = np.arange(rows * 64, dtype=np.int32).reshape(rows, 64)
-    status = np.full((rows, 1, 1, topk + 1), -1, np.int32)
-    ids = np.empty((rows, 1, 1, topk), np.int32)
+def selection(
+    block: int, rows: int = 12, page: int = 64, index: Any = np.int32, spare: int = 0
+) -> Callable[[int], Any]:
+    """TOKENS selected ids; spare: blocks of the selection cache that no table names."""
+    topk = TOKENS // rows
+    pages, full_pages = topk * block // page, CONTEXT * block // 64
+    here = np.ones((rows * pages + spare, page, 2), np.uint8)
+    full = np.ones((full_pages, 64, 2), np.uint8)
+    table = (rng.permutation(rows * pages) + spare).reshape(rows, pages).astype(index)
+    full_table = np.broadcast_to(np.arange(full_pages, dtype=index), (rows, full_pages))
+    status = np.full((rows, 1, 1, topk + 1), -1, index)
+    ids = np.empty((rows, 1, 1, topk), index)
+    order = rng.permutation(CONTEXT).astype(index)
+    offsets = itertools.cycle((0, CONTEXT // 2))
 
     def call(threads: int) -> Any:
-        ids[:, 0, 0] = [rng.permutation(4096 // block)[:topk] for _ in range(rows)]
+        # Nothing that is held is wanted again: every id is read.
+        ids[:, 0, 0] = order[(first := next(offsets)) : first + topk]
         return kvcore.gather_selection_kv_cache(
             None, here, table, status, ids, None, full, full_table,
-            np.full(rows, 4096, np.int32), np.ones(rows, np.int32),
+            np.full(rows, CONTEXT * block, index), np.ones(rows, index),
             selection_topk_block_size=block, num_threads=threads,
         )  # fmt: skip
 
@@ -121,8 +129,14 @@ def cases() -> dict[str, Callable[[int], Any]]:
         "Omni": compressed("Omni", False),
         "KVCacheOperation": update(),
         "GatherPaKvCache": gather(),
-        "GatherSelectionKvCache, blocks of 64": selection(64),
+        "GatherSelectionKvCache, blocks of 16": selection(16),
         "GatherSelectionKvCache, single tokens": selection(1),
+        "GatherSelectionKvCache, int64 indices": selection(1, index=np.int64),
+        "GatherSelectionKvCache, one row": selection(1, rows=1),
+        "GatherSelectionKvCache, top-k of 32": selection(1, rows=768, page=16),
+        "GatherSelectionKvCache, pages of one token": selection(1, page=1),
+        "GatherSelectionKvCache, one row, pages of one token": selection(1, rows=1, page=1),
+        "GatherSelectionKvCache, a cache of many blocks": selection(1, page=1, spare=1 << 20),
     }
 
 

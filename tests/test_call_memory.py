@@ -19,8 +19,6 @@ HERE = Path(__file__).parent
 
 #: Bytes that any call may take, and bytes a token.
 FIXED, PER_TOKEN = 65536, 16
-#: Selecting single tokens plans each: an operation, its id, an entry, a place in a hash table.
-PER_SELECTED = 56
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +56,10 @@ def test_the_counter_counts(peaks: dict[str, list[int]]) -> None:
 
 
 def test_a_call_takes_little_memory(peaks: dict[str, list[int]]) -> None:
-    beyond = {}
-    for name, (tokens, peak) in peaks.items():
-        each = PER_SELECTED if "single tokens" in name else PER_TOKEN
-        if peak > FIXED + each * tokens:
-            beyond[name] = (peak, (peak - FIXED) / tokens)
-    assert len(peaks) > 60
+    beyond = {
+        name: (peak, (peak - FIXED) / tokens)
+        for name, (tokens, peak) in peaks.items()
+        if peak > FIXED + PER_TOKEN * tokens
+    }
+    assert len(peaks) > 90
     assert not beyond

@@ -29,6 +29,7 @@ ctypedef struct blocks_job:
     const block_lane* lanes
     int n_lanes
     bint streaming
-    bint plain             # set by run_blocks
+    bint plain             # set by run_blocks, as the next
+    int64_t chunk_rows
 
 cdef void run_blocks(blocks_job* job, int n_threads) noexcept nogil

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves what select.pyx planned: the copying half of GatherSelectionKvCache.
 
-In each row the swap comes first, for it saves blocks from being overwritten.  After it no op
-reads what another writes: movers leave places at or behind the row's count and take places
+In each row the swap comes before the ops, for it saves blocks from being overwritten.  After it
+no op reads what another writes: movers leave places at or behind the row's count and take places
 before it, and each place has memory of its own (checked before).
 
 Source rows lie anywhere in a cache that may be far larger than any processor cache, so the rows
@@ -19,13 +19,14 @@ from kvcore._kernels.select cimport (
     FROM_LAST,
     READ,
     TO_LAST,
-    divisor,
+    first_entry,
+    first_op,
+    get_op,
     place_slot,
-    quotient,
-    remainder,
     select_job,
     select_op,
     select_row,
+    tail_of,
     write_status,
 )
 
@@ -49,20 +50,36 @@ cdef extern from *:
     #define kv_fetch(p) ((void)(p))
     #define kv_claim(p) ((void)(p))
     #endif
+    /* Asks for the lines of n bytes. */
+    static inline void kv_fetch_lines(const char *p, int64_t n)
+    {
+        const char *end = p + n;
+        for (p -= (uintptr_t)p & 63; end - p > 192; p += 256) {
+            kv_fetch(p);
+            kv_fetch(p + 64);
+            kv_fetch(p + 128);
+            kv_fetch(p + 192);
+        }
+        for (; p < end; p += 64)
+            kv_fetch(p);
+    }
     """
-    void kv_fetch(const char* p) noexcept nogil
+    void kv_fetch_lines(const char* p, int64_t n) noexcept nogil
     void kv_claim(const char* p) noexcept nogil
 
 cdef enum:
     LINE = 64
     STREAM_PIECE = 512     # shorter pieces are mostly lines that others share
     # How far ahead of the copy lines are asked for, in bytes and at most in blocks.
-    READ_AHEAD_BYTES = 16384
+    READ_AHEAD_BYTES = 24576
     WRITE_AHEAD_BYTES = 4096
     AHEAD_OPS = 32
+    BATCH = 32             # ops looked up at a time
+    RING = 64              # a power of two, and no less than AHEAD_OPS + BATCH
     # Of a larger block the first bytes are enough: the processor follows a run by itself.
     MOST_ASKED = 4096
     EXCHANGE_BYTES = 256
+    CHUNKS_A_THREAD = 8    # rows may differ in what they have to move
 
 
 cdef inline char* at(const paged_side* side, int64_t slot) noexcept nogil:
@@ -129,10 +146,12 @@ cdef void exchange(const block_lane* lane, char* a, char* b, int64_t tokens) noe
         b += lane.here.row_stride
 
 
-cdef void swap(const block_lane* lane, const select_row* row, int64_t block) noexcept nogil:
+cdef void swap(const block_lane* lane, const select_job* plan, int64_t r) noexcept nogil:
     # Held blocks are whole.
-    cdef char* place = at(&lane.here, row.swap_slot)
-    cdef char* last = at(&lane.here, row.last_slot)
+    cdef const select_row* row = &plan.rows[r]
+    cdef char* place = at(&lane.here, place_slot(plan, r, row.swap_place))
+    cdef char* last = at(&lane.here, place_slot(plan, r, row.n - 1))
+    cdef int64_t block = plan.block
     if row.swap == EXCHANGE:
         exchange(lane, place, last, block)
     elif row.swap == TO_LAST:
@@ -144,14 +163,6 @@ cdef void swap(const block_lane* lane, const select_row* row, int64_t block) noe
 cdef inline int64_t ahead(int64_t nbytes, int64_t most_bytes, int64_t most) noexcept nogil:
     cdef int64_t n = most_bytes // nbytes
     return 1 if n < 1 else most if n > most else n
-
-
-cdef inline void fetch(const char* p, int64_t n) noexcept nogil:
-    cdef const char* end = p + n
-    p -= <size_t>p & (LINE - 1)
-    while p < end:
-        kv_fetch(p)
-        p += LINE
 
 
 cdef inline void claim(const char* p, int64_t n, bint streaming) noexcept nogil:
@@ -183,106 +194,154 @@ cdef bint is_plain(const blocks_job* job) noexcept nogil:
 cdef void copy_ops(const blocks_job* job, int64_t r, const kv_isa* isa) noexcept nogil:
     cdef const select_job* plan = job.plan
     cdef const select_row* row = &plan.rows[r]
-    cdef const select_op* ops = plan.ops + r * plan.topk
-    cdef const int64_t* used = plan.used + r * plan.topk
     cdef const block_lane* lane
-    cdef int64_t i, slot, tokens
+    cdef int64_t i, slot, tokens, from_op = first_op(plan, r), from_entry = first_entry(plan, r)
+    cdef int64_t tail = tail_of(plan, row)
+    cdef select_op op
     cdef int k
     for i in range(row.n_ops):
-        slot = place_slot(plan, used, ops[i].place)
-        tokens = row.tail if i == row.partial else plan.block
+        get_op(plan, r, from_op + i, from_entry + i, &op)
+        slot = place_slot(plan, r, op.place)
+        tokens = tail if i == row.partial else plan.block
         for k in range(job.n_lanes):
             lane = &job.lanes[k]
-            if ops[i].kind == READ:
-                copy_block(lane, at(&lane.here, slot), at(&lane.full, ops[i].src), &lane.full,
+            if op.kind == READ:
+                copy_block(lane, at(&lane.here, slot), at(&lane.full, op.src), &lane.full,
                            lane.packed_read, tokens, isa)
             else:
-                copy_block(lane, at(&lane.here, slot), at(&lane.here, ops[i].src), &lane.here,
+                copy_block(lane, at(&lane.here, slot), at(&lane.here, op.src), &lane.here,
                            lane.packed_move, tokens, isa)
 
 
-cdef void copy_plain_ops(const blocks_job* job, int64_t r, const kv_isa* isa) noexcept nogil:
-    # The same for plain lanes, with the lines of the blocks ahead asked for.  The loop is lean on
-    # purpose: what waits for memory here is the processor's window of instructions.
-    cdef const select_row* row = &job.plan.rows[r]
-    cdef const select_op* ops = job.plan.ops + r * job.plan.topk
-    cdef const int64_t* used = job.plan.used + r * job.plan.topk
-    cdef int64_t page = job.plan.page, block = job.plan.block, n_ops = row.n_ops
-    cdef divisor per_page = job.plan.per_page
+# Where the ops of some rows are looked up next.
+ctypedef struct cursor:
+    int64_t row
+    int64_t op
+    int64_t left           # in that row
+    int64_t known          # looked up so far
+
+
+cdef void look_up(const select_job* plan, cursor* at, select_op* ring) noexcept nogil:
+    # The next ops, with their slots.
+    cdef const select_row* row
+    cdef select_op* op
+    cdef int64_t i, n, from_op, from_entry
+    while at.left == 0:
+        at.row += 1
+        at.op = 0
+        at.left = plan.rows[at.row].n_ops
+    row = &plan.rows[at.row]
+    n = at.left if at.left < BATCH else BATCH
+    from_op = first_op(plan, at.row) + at.op
+    from_entry = first_entry(plan, at.row) + at.op
+    for i in range(n):
+        op = &ring[(at.known + i) & (RING - 1)]
+        get_op(plan, at.row, from_op + i, from_entry + i, op)
+        op.place = place_slot(plan, at.row, op.place)
+        op.tokens = plan.block
+    i = row.partial - at.op
+    if 0 <= i < n:
+        ring[(at.known + i) & (RING - 1)].tokens = tail_of(plan, row)
+    at.op += n
+    at.left -= n
+    at.known += n
+
+
+cdef void copy_plain_ops(
+    const blocks_job* job, int64_t begin, int64_t end, const kv_isa* isa
+) noexcept nogil:
+    # The same for all ops of some rows and plain lanes, with the lines of the blocks ahead asked
+    # for: over the ends of rows too, where memory would stand idle.  An op is looked up once, when
+    # its source is asked for, and waits in a ring: what waits for memory here is the processor's
+    # window of instructions, so the loop is lean.
+    cdef const select_job* plan = job.plan
+    cdef int64_t block = plan.block
     cdef int n_lanes = job.n_lanes
     cdef bint streaming = isa != NULL
     cdef char* here[2]
     cdef const char* full[2]
     cdef int64_t here_step[2]
     cdef int64_t full_step[2]
-    cdef int64_t nbytes[2]
+    cdef int64_t token_bytes[2]
     cdef int64_t asked[2]
-    cdef int64_t i, n, place, slot, reading, writing, total = 0
+    cdef select_op ring[RING]
+    cdef select_op* op
+    cdef cursor at
+    cdef int64_t i, n, reading, writing, total = 0, n_ops = 0
     cdef const char* source
-    cdef const select_op* op
+    cdef char* target
     cdef int k
+    for i in range(begin, end):
+        n_ops += plan.rows[i].n_ops
     for k in range(n_lanes):
         here[k] = job.lanes[k].here.base
         full[k] = job.lanes[k].full.base
         here_step[k] = job.lanes[k].here.row_stride
         full_step[k] = job.lanes[k].full.row_stride
-        nbytes[k] = job.lanes[k].bytes * block
-        asked[k] = nbytes[k] if nbytes[k] < MOST_ASKED else MOST_ASKED
+        token_bytes[k] = job.lanes[k].bytes
+        asked[k] = token_bytes[k] * block
+        asked[k] = asked[k] if asked[k] < MOST_ASKED else MOST_ASKED
         total += asked[k]
+    at.row = begin - 1
+    at.left = at.known = 0
     reading = ahead(total, READ_AHEAD_BYTES, AHEAD_OPS)
     writing = ahead(total, WRITE_AHEAD_BYTES, AHEAD_OPS)
     for i in range(-reading, n_ops):
         # The first rounds only ask.
-        op = ops + i
-        if i + reading < n_ops and op[reading].kind == READ:
+        if i + reading < n_ops:
+            if i + reading == at.known:
+                look_up(plan, &at, ring)
+            op = &ring[(i + reading) & (RING - 1)]
+            if op.kind == READ:
+                for k in range(n_lanes):
+                    kv_fetch_lines(full[k] + op.src * full_step[k], asked[k])
+        if 0 <= i + writing < n_ops:
+            op = &ring[(i + writing) & (RING - 1)]
             for k in range(n_lanes):
-                fetch(full[k] + op[reading].src * full_step[k], asked[k])
-        if i + writing < 0:
-            continue
-        if i + writing < n_ops:
-            place = op[writing].place
-            slot = used[quotient(place, &per_page)] * page + remainder(place, &per_page) * block
-            for k in range(n_lanes):
-                claim(here[k] + slot * here_step[k], asked[k], streaming)
+                claim(here[k] + op.place * here_step[k], asked[k], streaming)
         if i < 0:
             continue
-        slot = used[quotient(op.place, &per_page)] * page + remainder(op.place, &per_page) * block
+        op = &ring[i & (RING - 1)]
         for k in range(n_lanes):
-            n = nbytes[k]
-            if i == row.partial:
-                n = n // block * row.tail
+            n = op.tokens * token_bytes[k]
+            target = here[k] + op.place * here_step[k]
+            kv_inside(job.lanes[k].here.lo, job.lanes[k].here.hi, target, n, "selection")
             if op.kind == READ:
                 source = full[k] + op.src * full_step[k]
-            else:
-                source = here[k] + op.src * here_step[k]
-            kv_inside(job.lanes[k].here.lo, job.lanes[k].here.hi, here[k] + slot * here_step[k], n,
-                      "selection")
-            if op.kind == READ:
                 kv_inside(job.lanes[k].full.lo, job.lanes[k].full.hi, source, n, "full")
             else:
+                source = here[k] + op.src * here_step[k]
                 kv_inside(job.lanes[k].here.lo, job.lanes[k].here.hi, source, n, "selection")
             if streaming and n >= STREAM_PIECE:
-                isa.row(here[k] + slot * here_step[k], source, n)
+                isa.row(target, source, n)
             else:
-                kv_copy(here[k] + slot * here_step[k], source, n)
+                kv_copy(target, source, n)
 
 
-cdef void row_chunk(void* context, int64_t r) noexcept nogil:
+cdef void rows_chunk(void* context, int64_t chunk) noexcept nogil:
     cdef const blocks_job* job = <const blocks_job*>context
     cdef const kv_isa* isa = active() if job.streaming else NULL
-    cdef int lane
-    if job.plan.rows[r].swap:
-        for lane in range(job.n_lanes):
-            swap(&job.lanes[lane], &job.plan.rows[r], job.plan.block)
+    cdef int64_t r, begin = chunk * job.chunk_rows, end = begin + job.chunk_rows
+    cdef int k
+    if end > job.plan.n_rows:
+        end = job.plan.n_rows
+    for r in range(begin, end):
+        if job.plan.rows[r].swap:
+            for k in range(job.n_lanes):
+                swap(&job.lanes[k], job.plan, r)
     if job.plain:
-        copy_plain_ops(job, r, isa)
-    else:
-        copy_ops(job, r, isa)
-    write_status(job.plan, r)
+        copy_plain_ops(job, begin, end, isa)
+    elif job.n_lanes:
+        for r in range(begin, end):
+            copy_ops(job, r, isa)
+    for r in range(begin, end):
+        write_status(job.plan, r)
     if isa != NULL:
         isa.fence()
 
 
 cdef void run_blocks(blocks_job* job, int n_threads) noexcept nogil:
+    cdef int64_t n_rows = job.plan.n_rows
     job.plain = job.n_lanes > 0 and is_plain(job)
-    run_chunks(row_chunk, job, job.plan.n_rows, n_threads)
+    job.chunk_rows = n_rows if n_threads <= 1 else 1 + n_rows // (CHUNKS_A_THREAD * n_threads)
+    run_chunks(rows_chunk, job, (n_rows + job.chunk_rows - 1) // job.chunk_rows, n_threads)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 
 cdef enum:
     READ = 0   # select_op.kind: from the full cache
@@ -10,8 +10,9 @@ cdef enum:     # select_row.swap: what happens to the data before the ops
     EXCHANGE = 1   # both blocks stay held: they change places
     TO_LAST = 2    # the largest is held, the other place is filled by an op
     FROM_LAST = 3  # the largest is brought by an op, the other block is held
+    BROUGHT = 4    # ops bring both: nothing to copy
 
-cdef enum:     # select_row.fault, with fault_at, fault_seen, fault_other
+cdef enum:     # select_fault.kind, with at and seen
     NO_FAULT = 0
     ENTRY = 1        # selection table column, entry
     BEYOND = 2       # id, column it needs in the full table
@@ -28,35 +29,31 @@ ctypedef struct index_rows:
     int32_t itemsize
 
 # One block to bring to a place: from slot src (its first token) of the full cache or of the
-# selection.  Small, for a step may have a thousand of them in each row.
+# selection.
 ctypedef struct select_op:
     int64_t src
-    int32_t place
+    int64_t place
+    int64_t tokens         # for who copies: a row's last block may be partial
     int32_t kind
 
-# What one row does.  Counts in tokens, but n, n_ops, n_used and swapped.
+# What one row does.  Counts in blocks, but length.
 ctypedef struct select_row:
-    int64_t n            # blocks it holds afterwards
-    int64_t length       # tokens they hold
-    int64_t tail         # tokens of the block that op ``partial`` brings
-    int64_t partial      # the op that brings the block of the row's last token, or -1
-    int64_t partial_held  # ... which was held
-    int64_t n_ops
-    int64_t n_used       # selection table entries it needs
-    int64_t reused
-    int64_t moved
-    int64_t refreshed
-    int64_t read
-    int64_t swapped
-    int64_t swap
-    int64_t swap_place   # the largest id changes places with n - 1
-    int64_t swap_slot
-    int64_t last_slot
-    int64_t largest_id
-    int64_t other_id
-    int64_t fault
-    int64_t fault_at
-    int64_t fault_seen
+    int32_t n             # blocks it holds afterwards
+    int32_t n_ops
+    int32_t length        # tokens they hold
+    int32_t moved
+    int32_t refreshed
+    int32_t partial       # the op that brings the block of the row's last token, or -1
+    int32_t partial_held  # ... which was held
+    int32_t swap
+    int32_t swap_place    # the largest id changes places with n - 1
+
+# The first row of a chunk that cannot be.
+ctypedef struct select_fault:
+    int64_t row
+    int64_t kind
+    int64_t at
+    int64_t seen
 
 # Division by a size, which is a power of two nearly always.
 ctypedef struct divisor:
@@ -78,25 +75,37 @@ ctypedef struct select_job:
     int64_t block
     int64_t blocks         # of the selection cache
     int64_t page           # its tokens a block
+    int64_t columns        # its blocks that a row can use
     int64_t full_blocks
     int64_t full_page
     int64_t full_columns
     divisor per_page       # top-k blocks in a block of either cache; 0 where it has no tokens
     divisor per_full
     bint ordered           # rule 7: the largest id goes last
-    bint has_bytes         # slots are needed
+    bint wide              # ids and entries take eight bytes, not four
+    bint short_places      # places take two bytes, not four
+    # How rows are shared out, and the spare elements in front of each chunk's ids and places, and
+    # of its entries.
+    int64_t chunk_rows
+    int64_t n_chunks
+    int64_t pad
+    int64_t entry_pad
+    int64_t n_slots        # of a hash table
     # results
     select_row* rows
-    select_op* ops         # [rows, topk]
-    char* ids              # [rows, topk] ids the ops bring, as wide as the caller's
-    int64_t* used          # [rows, topk] entries
+    select_fault* faults   # [n_chunks]
+    char* used             # [rows, columns] selection table entries that are needed; -1 for others
+    # An op: the id it brings, the place it takes, and the full table's entry where it reads, or
+    # -1 - place where it moves.  Row r's begin at first_op(r), entries at first_entry(r).
+    char* ids
+    char* places
+    char* entries
     # scratch
-    char* scratch
-    int64_t scratch_bytes  # of one chunk
-    int64_t chunk_rows
+    char* free             # [n_chunks][topk] which places of a row keep nothing
+    int64_t free_bytes
+    uint64_t* apart        # to see whether used entries differ
 
 cdef divisor divisor_of(int64_t size) noexcept nogil
-cdef int64_t scratch_bytes(int64_t topk) noexcept nogil
 cdef void plan_rows(select_job* job, int n_threads) noexcept nogil
 cdef void write_status(const select_job* job, int64_t r) noexcept nogil
 
@@ -109,14 +118,51 @@ cdef inline int64_t remainder(int64_t value, const divisor* by) noexcept nogil:
     return value & (by.size - 1) if by.shift >= 0 else value % by.size
 
 
-cdef inline int64_t slot_of(
-    const select_job* job, const int64_t* used, int64_t position, int64_t place
-) noexcept nogil:
-    return used[position] * job.page + remainder(place, &job.per_page) * job.block
+cdef inline int64_t first_op(const select_job* job, int64_t r) noexcept nogil:
+    return r * job.topk + (r // job.chunk_rows + 1) * job.pad
 
 
-cdef inline int64_t place_slot(
-    const select_job* job, const int64_t* used, int64_t place
+cdef inline int64_t first_entry(const select_job* job, int64_t r) noexcept nogil:
+    return r * job.topk + (r // job.chunk_rows + 1) * job.entry_pad
+
+
+cdef inline int64_t entry_at(const select_job* job, const char* entries, int64_t i) noexcept nogil:
+    return (<const int64_t*>entries)[i] if job.wide else (<const int32_t*>entries)[i]
+
+
+cdef inline int64_t place_at(const select_job* job, int64_t i) noexcept nogil:
+    if job.short_places:
+        return (<const uint16_t*>job.places)[i]
+    return (<const uint32_t*>job.places)[i]
+
+
+cdef inline int64_t used_at(const select_job* job, int64_t i) noexcept nogil:
+    return entry_at(job, job.used, i)
+
+
+cdef inline int64_t place_slot(const select_job* job, int64_t r, int64_t place) noexcept nogil:
+    # Slot of the first token at a place of a row that the row uses.
+    return used_at(job, r * job.columns + quotient(place, &job.per_page)) * job.page \
+        + remainder(place, &job.per_page) * job.block
+
+
+cdef inline void get_op(
+    const select_job* job, int64_t r, int64_t op, int64_t entry, select_op* out
 ) noexcept nogil:
-    # Slot of a place below the row's count; used holds the row's entries.
-    return slot_of(job, used, quotient(place, &job.per_page), place)
+    # op: first_op(r) and more; entry: as many more than first_entry(r).
+    cdef int64_t found = entry_at(job, job.entries, entry)
+    out.place = place_at(job, op)
+    if found >= 0:
+        out.kind = READ
+        out.src = found * job.full_page \
+            + remainder(entry_at(job, job.ids, op), &job.per_full) * job.block
+    else:
+        out.kind = MOVE
+        out.src = place_slot(job, r, -1 - found)
+
+
+cdef inline int64_t tail_of(const select_job* job, const select_row* row) noexcept nogil:
+    # Tokens of the block that op ``partial`` brings.
+    if row.partial < 0:
+        return job.block
+    return row.length - (row.n - <int64_t>1) * job.block
