@@ -450,3 +450,54 @@ def test_check_values_moves_nothing() -> None:
     a["full_kv_block_table"][...] = -1
     with pytest.raises(kvcore.ParamInvalidError):
         plan.check_values()
+
+
+# ---------------------------------------------------------------- how ids and places are kept
+
+
+@pytest.mark.parametrize("topk", [65533, 65534, 65535])
+@pytest.mark.parametrize("length", [100_000, 2**40])
+def test_places_and_ids_of_every_width(topk: int, length: int) -> None:
+    """Places take two or four bytes from a top-k of 65,534 on, ids four or eight by the length."""
+    rng = np.random.default_rng(topk)
+    tokens, page = 100_000, 50
+    full = rng.integers(0, 60_000, (tokens // page, page, 1)).astype(np.uint16)
+    here = np.zeros((topk // page + 1, page, 1), np.uint16)
+    table = rng.permutation(len(here)).reshape(1, -1)
+    full_table = rng.permutation(len(full)).reshape(1, -1)
+    status = np.full((1, 1, 1, topk + 1), -1)
+    status[..., -1] = 0
+    for number in range(3):
+        ids = rng.permutation(tokens)[:topk]
+        if number == 1:
+            ids[:100] = ids[200:300]  # repeats: places past the count hold movers
+        stats: dict[str, Any] = {}
+        kvcore.gather_selection_kv_cache(
+            None, here, table, status, ids.reshape(1, 1, 1, -1), None, full, full_table,
+            np.array([length]), np.array([1]), selection_topk_block_size=1, stats=stats,
+        )  # fmt: skip
+        books = status[0, 0, 0]
+        held = books[: books[-1]]
+        assert sorted(held) == sorted(set(ids))
+        assert (books[len(held) : -1] == -1).all()
+        mine = here[table[0]].reshape(-1)[: len(held)]
+        np.testing.assert_array_equal(mine, full[full_table[0]].reshape(-1)[held])
+    assert stats["reused"][0] > 0
+    assert stats["moved"][0] == 0 < stats["read"][0]
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(2, 100), (2, 300_000), (1500, 300_000)])
+def test_one_block_for_two_rows_is_found_among_few_and_many(rows: int, blocks: int) -> None:
+    """Entries are compared by bits, by a table, and by bits over a part of the blocks at a time."""
+    table = np.arange(blocks - rows, blocks).reshape(rows, 1)
+    arrays: tuple[Any, ...] = (
+        None, np.zeros((blocks, 1, 1), np.uint8), table, np.full((rows, 1, 1, 2), -1),
+        np.zeros((rows, 1, 1, 1), np.int64), None, np.ones((1, 1, 1), np.uint8),
+        np.zeros((rows, 1), np.int64), np.ones(rows, np.int64), np.zeros(rows, np.int64),
+    )  # fmt: skip
+    lengths = kvcore.gather_selection_kv_cache(*arrays, selection_topk_block_size=1)
+    assert lengths.tolist() == [1] * rows
+    assert arrays[1].sum() == rows
+    table[-1] = table[0]
+    with pytest.raises(kvcore.ParamInvalidError, match=rf"\[{rows - 1}\].*of row 0 again"):
+        kvcore.gather_selection_kv_cache(*arrays, selection_topk_block_size=1)
