@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,8 @@ def fuzz(double: Double, count: int, seed: int) -> dict[str, int]:
     return ends
 
 
-def main() -> None:
-    """From the command line."""
+def main(run: Callable[[Double, int, int], dict[str, int]] = fuzz, what: str = "calls") -> None:
+    """From the command line: a count and a seed."""
     from double import build
 
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
@@ -135,9 +136,9 @@ def main() -> None:
         double.start()
         library.forget()
         began = time.monotonic()
-        ends = fuzz(double, count, seed)
+        ends = run(double, count, seed)
         seconds = time.monotonic() - began
-    print(f"{count} calls in {seconds:.0f} s, seed {seed}: {ends}; 0 handles left")
+    print(f"{count} {what} in {seconds:.0f} s, seed {seed}: {ends}; 0 handles left")
 
 
 if __name__ == "__main__":

@@ -202,13 +202,15 @@ def test_alignment(npu: Double) -> None:
             assert make((0, 3)).nbytes == 0
 
 
-def test_arrays_of_pinned_memory_outlive_their_device(npu: Double) -> None:
+@pytest.mark.parametrize("use", HOST_USES)
+def test_arrays_of_pinned_memory_outlive_their_device(npu: Double, use: str) -> None:
     with kvcore.Device(backend="aclnn") as dev:
         buffer = dev.empty_host(1000, "int32")
-        array = buffer.numpy()
+        array = HOST_USES[use](buffer)
+        array = array if array.flags.writeable else buffer.host("w").__enter__()
     array[:] = 5
     assert npu.live("host_memory") == 1
-    del buffer, array
+    del buffer, array, dev
     gc.collect()
     assert npu.live("host_memory") == 0
 

@@ -16,6 +16,7 @@ from device_fixtures import anyio_backend, npu
 from double.direct import Double
 
 import kvcore
+from kvcore.backends.aclnn import launch, library
 from kvcore.backends.aclnn.queues.stream import AclStream
 from kvcore.errors import KVCoreError
 
@@ -367,3 +368,129 @@ async def test_random_faults(npu: Double, per_million: int) -> None:
         finally:
             npu.runtime.kvdouble_fail_never()
         gc.collect()
+
+
+@pytest.mark.parametrize("wait", WAITS)
+async def test_who_is_told_of_a_failure_finds_the_stream_at_rest(npu: Double, wait: str) -> None:
+    """What the hardware had before the failure is done then: its memory may be used again."""
+    async with kvcore.Device(backend="aclnn") as dev:
+        stream, there, host = work(dev)
+        other, third, seen = dev.stream("o"), dev.stream("t"), dev.empty_host(64)
+        host.numpy()[...] = 7
+        seen.numpy()[...] = 0
+        stream.copy(there, host)
+        stream.synchronize_blocking()
+        other.call(lambda: 1 / 0)
+        stream.copy(seen, there)
+        stream.wait_stream(other)
+        stream.fill(there, 0)
+        third.wait_stream(stream)
+        for who in (third, stream, other):
+            with pytest.raises(kvcore.StreamError, match="ZeroDivisionError"):
+                await WAITS[wait](who)
+            assert (seen.numpy() == 7).all()
+        stream.copy(seen, there)
+        await WAITS[wait](stream)
+        assert (seen.numpy() == 7).all()
+
+
+@pytest.mark.parametrize("wait", WAITS)
+async def test_a_stream_at_rest_behind_a_failure_that_no_event_can_tell(
+    npu: Double, wait: str
+) -> None:
+    """Then what the hardware had is taken from it."""
+    async with kvcore.Device(backend="aclnn") as dev:
+        stream, there, host = work(dev)
+        other = dev.stream("o")
+        other.call(lambda: 1 / 0)
+        stream.copy(there, host)
+        stream.wait_stream(other)
+        npu.fail("aclrtRecordEvent", 0, 507000)
+        with pytest.raises(kvcore.StreamError):
+            await WAITS[wait](stream)
+        npu.runtime.kvdouble_fail_never()
+        assert stream.idle
+        with pytest.raises(kvcore.StreamError):
+            await WAITS[wait](other)
+        await WAITS[wait](stream)
+
+
+def test_two_failures_that_meet_on_a_stream(npu: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the hardware, which one thread finds while a launch is refused: a wait tells."""
+    using = AclStream._using
+
+    def meanwhile(self: AclStream, losses: int) -> Any:
+        if self.name == "s" and not self.losses:
+            self._lose(kvcore.StreamError("found by another thread"))
+            raise kvcore.StreamError("refused")
+        return using(self, losses)
+
+    with kvcore.Device(backend="aclnn") as dev:
+        stream, there, host = work(dev)
+        stream.copy(there, host)
+        before = stream.mark()
+        while before.position.ready.pending:
+            pass
+        monkeypatch.setattr(AclStream, "_using", meanwhile)
+        stream.copy(there, host)
+        while not stream._rests():
+            pass
+        assert before.failed
+        with pytest.raises(kvcore.StreamError, match="found by another thread"):
+            stream._finish(before, always=False)
+        stream._finish(before, always=False)
+        stream.copy(there, host)
+        stream.synchronize_blocking()
+
+
+def test_memory_given_back_where_the_device_cannot_be_set(npu: Double) -> None:
+    for act in ("free", "close"):
+        memory = library.current()
+        with memory.on_device(0):
+            block = launch.memory.allocate(memory, 0, 100)
+            pool = launch.memory.pool_of(memory, 0, 0)
+            pool.take("workspace", 100)
+        npu.fail("aclrtSetDevice", 1, 107002)
+        give = block.free if act == "free" else pool.release
+        thread = threading.Thread(target=give)
+        thread.start()
+        thread.join()
+        pool.release()
+        block.free()
+        assert npu.live("device_memory") == 0
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_capture_that_fails_between_fork_and_join(npu: Double, nth: int) -> None:
+    with kvcore.Device(backend="aclnn") as dev:
+        stream, there, host = work(dev)
+        side = dev.stream("side")
+        npu.fail("aclrtMemcpyAsync", nth, 507000)
+        with pytest.raises(kvcore.CaptureError, match="507000"), dev.capture(stream):  # noqa: PT012
+            stream.copy(there, host)
+            side.wait_stream(stream)
+            side.copy(there, host)
+            side.copy(host, there)
+            stream.wait_stream(side)
+        assert npu.live("graph") == 0
+
+
+@pytest.mark.parametrize(
+    "symbol", ["aclrtSynchronizeEventWithTimeout", "aclrtLaunchHostFunc", "aclrtDestroyEvent"]
+)
+def test_what_went_wrong_keeps_nothing_alive(npu: Double, symbol: str) -> None:
+    """Errors that a device has kept hold the frames neither of the program nor of the driver."""
+
+    def program() -> None:
+        with kvcore.Device(backend="aclnn") as dev:
+            stream, there, host = work(dev)
+            array = np.asarray(host)
+            npu.fail(symbol, 1, 507000)
+            stream.copy(there, host)
+            stream.call(array.fill, 3)
+            stream.synchronize_blocking()
+
+    with pytest.raises(kvcore.StreamError, match="507000"):
+        program()
+    gc.collect()
+    assert npu.live("host_memory") == 0

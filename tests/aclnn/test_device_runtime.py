@@ -43,6 +43,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "chain_through_a_thousand_streams": "in test_device_streams.py, with copies",
     },
     "event": {
+        "elapsed_time_on_the_wall_clock": "an NPU's idle stream may not have reached its record",
         "elapsed_time_on_the_model_clock": MODEL,
         "elapsed_time_asks_for_timing_and_for_records": (
             "an NPU has reached a record when it says so, be the stream ever so idle"

@@ -7,6 +7,7 @@ another party before us is fine); aclFinalize never, since it would end CANN for
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -142,8 +143,8 @@ class Cann:
 
         Every call needs it.  Afterwards the thread is where it was: the caller's other work, by
         torch_npu or anybody, may be on another device.  A thread that had none keeps this one.
-        giving_back: run the block even when the device cannot be set, as what it gives back would
-        be lost otherwise; if that matters its calls fail too.
+        giving_back: ask twice, and run the block even when the device cannot be set, as what it
+        gives back would be lost otherwise; if that matters its calls fail too.
         """
         return OnDevice(self, device_id, giving_back)
 
@@ -234,11 +235,13 @@ class OnDevice:
         cann = self._cann
         cann.refuse_a_fork()
         self._before = cann.context()
-        try:
+        if not self._giving_back:
             cann.set_device(self._device_id)
-        except KVCoreError:
-            if not self._giving_back:
-                raise
+            return
+        for _ in range(2):
+            with contextlib.suppress(KVCoreError):
+                cann.set_device(self._device_id)
+                return
 
     def __exit__(self, *_: object) -> None:
         cann, before = self._cann, self._before

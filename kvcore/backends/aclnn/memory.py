@@ -56,7 +56,7 @@ class DeviceMemory:
         with self._lock:
             owned, self._free = self._free, False
         if owned:
-            with self._cann.on_device(self.device_id):
+            with self._cann.on_device(self.device_id, giving_back=True):
                 self._cann.aclrtFree(self.address)
 
 
@@ -150,7 +150,7 @@ class Pool:
 
     def release(self) -> None:
         """Free everything; the stream must have been synchronised."""
-        with self.lock, self.cann.on_device(self.device_id):
+        with self.lock, self.cann.on_device(self.device_id, giving_back=True):
             retired, self._retired = self._retired, []
             blocks, self._blocks = list(self._blocks.values()), {}
             failed = None

@@ -31,9 +31,9 @@ import numpy.typing as npt
 
 from kvcore.backends.aclnn import constants, library
 from kvcore.backends.aclnn.queues.graph import AclCapture, Models
-from kvcore.backends.aclnn.queues.handles import Handles
+from kvcore.backends.aclnn.queues.handles import Handles, bare
 from kvcore.backends.aclnn.queues.memory import AclBuffer, Heap
-from kvcore.backends.aclnn.queues.records import AclEvent, Events, record_of
+from kvcore.backends.aclnn.queues.records import AclEvent, Events, Record, record_of
 from kvcore.backends.aclnn.queues.stream import AclStream
 from kvcore.backends.aclnn.queues.turns import Turns
 from kvcore.backends.aclnn.queues.watch import AclHost
@@ -128,6 +128,8 @@ class AclDevice(Device):
         self._buffers: weakref.WeakSet[AclBuffer] = weakref.WeakSet()
         #: Streams whose queue waits for a host function.
         self._held: set[AclStream] = set()
+        #: Records behind a failure that wait for what was before it.
+        self._doomed: set[Record] = set()
         self._batches = bool(cann.has("aclrtMemcpyBatchAsync"))
         #: The hardware has failed once: what closing complains of is no news.
         self._failed = False
@@ -275,6 +277,9 @@ class AclDevice(Device):
             buffer._end()
         super()._close()
         errors += self._heap.close()
+        for failure in (*self._executor.failures, *[stream.failure for stream in self._streams]):
+            if failure is not None:
+                bare(failure.cause)
 
     def _raise_unseen(self) -> None:
         super()._raise_unseen()

@@ -23,7 +23,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from kvcore.backends.aclnn import constants
-from kvcore.backends.aclnn.queues.handles import Handles
+from kvcore.backends.aclnn.queues.handles import Handles, bare
 from kvcore.errors import CaptureError, KVCoreError
 from kvcore.runtime._marks import KIND_WORK
 from kvcore.runtime.graph import Capture, Graph
@@ -80,7 +80,7 @@ class Models:
         try:
             self._cann.aclmdlRIDestroy(model)
         except KVCoreError as error:
-            errors.append(error)
+            errors.append(bare(error))
         _release(owned, errors)
 
 
@@ -91,7 +91,7 @@ def _release(owned: list[Any], errors: list[KVCoreError]) -> None:
             try:
                 item.free()
             except KVCoreError as error:
-                errors.append(error)
+                errors.append(bare(error))
     owned.clear()
 
 
@@ -150,6 +150,7 @@ class AclGraph(Graph):
         streams = Handles(cann, device.device_id)
         events: dict[int, int] = {}
         model = ctypes.c_void_p()
+        joined: list[int] = []
         begun = False
         try:
             handles = [streams.make() for _ in self._queues]
@@ -164,25 +165,33 @@ class AclGraph(Graph):
                     cann.aclrtRecordEvent(event, handle)
                 else:
                     cann.aclrtStreamWaitEvent(handle, events[step[2]])
+                    joined.append(handle)
             begun = False
             cann.aclmdlRICaptureEnd(handles[0], ctypes.byref(model))
         except BaseException:
             if begun:
-                self._end_badly(handles[0])
+                self._end_badly(handles[0], set(joined) - {handles[0]})
             device._close_errors += streams.close(forced=True)
             raise
         device._close_errors += streams.close()
         return model.value or 0
 
-    def _end_badly(self, handle: int) -> None:
-        """An operation could not be captured: end the capture and throw it away."""
-        cann = self.device._cann
+    def _end_badly(self, handle: int, forks: set[int]) -> None:
+        """An operation could not be captured: join the forks, end the capture, throw it away."""
+        device, cann = self.device, self.device._cann
+        for fork in forks:
+            with contextlib.suppress(KVCoreError):  # the end will fail, but end it will
+                event = device._events.make(timing=False)
+                cann.aclrtRecordEvent(event, fork)
+                cann.aclrtStreamWaitEvent(handle, event)
         model = ctypes.c_void_p()
         with contextlib.suppress(KVCoreError):
             cann.aclmdlRICaptureEnd(handle, ctypes.byref(model))
         if model.value:
-            with contextlib.suppress(KVCoreError):
+            try:
                 cann.aclmdlRIDestroy(model.value)
+            except KVCoreError as error:
+                device._close_errors.append(bare(error))
 
     def _launch(self, stream: Any) -> None:
         stream._again(KIND_WORK, _Replay(self, stream), None, 0.0, None)

@@ -5,13 +5,27 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import Any
+from typing import Any, TypeVar
 
 from kvcore.backends.aclnn import constants
 from kvcore.backends.aclnn import launch as operators
 from kvcore.errors import KVCoreError
 
-__all__ = ["Handles"]
+__all__ = ["Handles", "bare"]
+
+E = TypeVar("E", bound=BaseException)
+
+
+def bare(error: E) -> E:
+    """An error of CANN to keep, without its frames and without what it came upon.
+
+    They say nothing that its text does not, and would keep the program's own frames alive, back
+    to the one that made the device.  The program's errors stay as they are.
+    """
+    if isinstance(error, KVCoreError) and "code" in vars(error):
+        error.__context__ = None
+        error.__traceback__ = None
+    return error
 
 
 class Handles:
@@ -55,7 +69,7 @@ class Handles:
             try:
                 (cann.aclrtDestroyStreamForce if force else cann.aclrtDestroyStream)(handle)
             except KVCoreError as error:
-                errors.append(error)
+                errors.append(bare(error))
             self._release(handle, errors)
         return errors
 
@@ -63,7 +77,7 @@ class Handles:
         try:
             operators.release(handle, self._device_id)
         except KVCoreError as error:
-            errors.append(error)
+            errors.append(bare(error))
 
     def settle(self) -> list[KVCoreError]:
         """Wait until every stream has done its work; what went wrong."""
@@ -72,7 +86,7 @@ class Handles:
             try:
                 self._cann.aclrtSynchronizeStream(handle)
             except KVCoreError as error:
-                errors.append(error)
+                errors.append(bare(error))
         return errors
 
     def close(self, *, forced: bool = False) -> list[KVCoreError]:
@@ -87,5 +101,5 @@ class Handles:
             try:
                 self._cann.aclrtDestroyStream(handle)
             except KVCoreError as error:
-                errors.append(error)
+                errors.append(bare(error))
         return errors

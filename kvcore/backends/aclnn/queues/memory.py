@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.backends.aclnn import constants
+from kvcore.backends.aclnn.queues.handles import bare
 from kvcore.backends.aclnn.structs import MallocAttribute, MallocConfig
 from kvcore.errors import KVCoreError, ParamInvalidError
 from kvcore.runtime.memory import Buffer, stand_in
@@ -236,9 +237,7 @@ class Heap:
             try:
                 getattr(self._cann, name)(address)
             except KVCoreError as error:
-                # Without its frames: they hold the device, and live memory holds this heap.
-                error.__context__ = None
-                self._errors.append(error.with_traceback(None))
+                self._errors.append(bare(error))  # live memory holds this heap
 
     def close(self) -> list[KVCoreError]:
         """Free everything but host memory that somebody still has an array of.
@@ -302,8 +301,12 @@ class AclBuffer(Buffer):
         device._buffers.add(self)
 
     def _end(self) -> None:
-        """The device is left: this buffer must not keep pinned memory."""
-        self._array = stand_in(self._array)
+        """The device is left: this buffer must not keep pinned memory, unless for an array.
+
+        One made through the array interface has nothing but this buffer.
+        """
+        if not self._lent:
+            self._array = stand_in(self._array)
 
     @property
     def __kvcore_array__(self) -> npt.NDArray[Any]:

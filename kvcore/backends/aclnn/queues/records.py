@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from kvcore.backends.aclnn import constants
+from kvcore.backends.aclnn.queues.handles import bare
 from kvcore.errors import KVCoreError, StreamError
 from kvcore.runtime._executor import Executor
 from kvcore.runtime._marks import Failure, Mark
@@ -76,7 +77,7 @@ class Events:
             try:
                 self._cann.aclrtDestroyEvent(handle)
             except KVCoreError as error:
-                errors.append(error)
+                errors.append(bare(error))
         return errors
 
 
@@ -88,6 +89,8 @@ class Record:
     ready:   a mark resolved when the hardware has the record (or will never have it).
     handle:  the aclrtEvent, 0 until then.
     failure: why it was not reached.
+    doomed:  why it will not count as reached, when what was before it is done: its queue has
+             failed, but the hardware still has work from before.
     losses:  failures of the stream when it was launched.
     rungs:   marks resolved when somebody should look at the hardware again.
     """
@@ -95,6 +98,7 @@ class Record:
     __slots__ = (
         "__weakref__",
         "_executor",
+        "doomed",
         "failure",
         "handle",
         "in_flight",
@@ -114,6 +118,7 @@ class Record:
         self.ready = promise(None)
         self.handle = 0
         self.failure: Failure | None = None
+        self.doomed: Failure | None = None
         self.rungs: list[Mark] = []
         self.in_flight = False
         self.losses = 0
@@ -125,19 +130,26 @@ class Record:
         """
         stream = self.stream
         failure = step.failure
-        if failure is None and not step.dropped:
+        if not step.dropped:
             try:
-                quiet = stream.is_quiet and not self.timing
+                quiet = stream.is_quiet and (failure is not None or not self.timing)
                 # Asked in this order: a stream may be quiet because it has just lost its work.
-                failure = stream.loss_since(self.losses)
-                if quiet and failure is None:
-                    return self.resolve
-                if failure is None and self._put(stream):
+                lost = stream.loss_since(self.losses)
+                if quiet and lost is None:
+                    return partial(self.resolve, failure)
+                self.doomed = failure
+                if lost is None and self._put(stream):
+                    if failure is not None:
+                        stream.device._doomed.add(self)
+                        return _nothing
                     return partial(settle, stream.executor, self.ready)
-                failure = stream.loss_since(self.losses)
+                failure = failure or stream.loss_since(self.losses)
             except BaseException as error:  # told to the host as any failure is
-                failure = Failure(error, stream.name, "record_event")
+                failure = failure or Failure(bare(error), stream.name, "record_event")
                 fail(stream.executor, stream, failure)
+                if self.doomed is not None:
+                    # Nobody can say when the hardware is done with what it has: it must end.
+                    stream._give_up(failure)
         return partial(self.resolve, failure, dropped=step.dropped)
 
     def _put(self, stream: AclStream) -> bool:
@@ -155,6 +167,9 @@ class Record:
 
     def resolve(self, failure: Failure | None = None, *, dropped: bool = False) -> None:
         """Tell everybody, once."""
+        if self.doomed is not None:
+            failure = self.doomed
+            self.stream.device._doomed.discard(self)
         mark, self.mark = self.mark, None
         executor = self._executor
         if mark is not None:
@@ -242,6 +257,10 @@ def _in_order(last: Record) -> list[Record]:
             order.append(record)
             path.pop()
     return order
+
+
+def _nothing() -> None:
+    """The hardware will tell."""
 
 
 def record_of(executor: Executor, mark: Mark) -> Record:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvcore.backends.aclnn import launch as operators
 from kvcore.backends.aclnn import status
+from kvcore.backends.aclnn.queues.handles import bare
 from kvcore.backends.aclnn.queues.hostcalls import HostCall
 from kvcore.backends.aclnn.queues.records import TIMEOUTS, AclEvent, Dependency, Record, record_of
 from kvcore.backends.aclnn.queues.transfers import Transfer
@@ -64,7 +65,7 @@ class _Work:
             except KVCoreError as error:
                 if error.code is not None and status.is_sticky(error.code):
                     # An earlier fault that this call happened to report: nothing in flight is sure.
-                    stream._give_up(Failure(error, stream.name, self.name))
+                    stream._give_up(Failure(bare(error), stream.name, self.name))
                 raise
             stream._look_around()
 
@@ -130,6 +131,8 @@ class AclStream(Stream):
         #: behind it, and a worker can be about to while another thread finds out.
         self.losses = 0
         self._last_loss: Failure | None = None
+        #: Failures that the host was told of here, the last ones.
+        self._told_of: deque[Failure] = deque(maxlen=32)
         #: Calls that use the handle now; a lost one is destroyed behind the last of them.
         self._users = 0
         self._doomed: list[int] = []
@@ -346,7 +349,7 @@ class AclStream(Stream):
                     self.device._cann.aclrtStreamWaitEvent(handle, record.handle)
                     self._took(Dependency(record), losses)
         except BaseException as error:  # told to the host as any failure is
-            fail(executor, self, Failure(error, self.name, "wait_event"))
+            fail(executor, self, Failure(bare(error), self.name, "wait_event"))
         return _nothing
 
     def _same_device(self, event: Any) -> None:
@@ -370,6 +373,25 @@ class AclStream(Stream):
         mark = self.mark()
         self.device._host.wait_blocking(mark, seconds)
         self._finish(mark, always=False)
+
+    def _told(self, failure: Failure | None) -> bool:
+        """The host hears of a mark's failure: see ``Queue``, where a queue has one at a time.
+
+        Here two may meet: the hardware's, which one thread finds, and that of a launch which a
+        worker hands over meanwhile.  Marks have the one or the other; both are told by either.
+        """
+        with self._flight_lock:
+            last: Failure | None = self.failure
+            if failure is not last and any(failure is one for one in self._told_of):
+                return False
+            found: bool = super()._told(None)
+            told = [one for one in (last, failure) if one is not None]
+            for one in told:
+                bare(one.cause)
+            self._told_of += told
+            if failure is not None:
+                self.executor.tell(failure)
+            return found or failure is not None
 
     @property
     def idle(self) -> bool:
@@ -534,21 +556,29 @@ class AclStream(Stream):
         thread was faster and this is no other.
         """
         if failure is None:
-            failure = Failure(cause, self.name, self._in_flight_names())
-        items = self._cut(failure, losses)
+            failure = Failure(bare(cause), self.name, self._in_flight_names())
+        items = self._cut(failure, losses, tell=True)
         if items is not None:
-            fail(self.executor, self, failure)
             _resolve(items, failure)
 
     def _give_up(self, failure: Failure) -> None:
-        """Count what is in flight as not done, and do without the handle from now on."""
+        """Count what is in flight as not done, and do without the handle from now on.
+
+        The worker that calls this has an error that it tells the queue of.
+        """
         _resolve(self._cut(failure) or [], failure)
 
-    def _cut(self, failure: Failure, losses: int | None = None) -> list[Any] | None:
+    def _cut(
+        self, failure: Failure, losses: int | None = None, *, tell: bool = False
+    ) -> list[Any] | None:
         """Part with the handle and with what is in flight, which is returned."""
         with self._flight_lock:
             if losses is not None and self.losses != losses:
                 return None
+            if tell:
+                # Before the count: from then on what was launched earlier is not handed over, and
+                # a mark behind it must not be reached.
+                fail(self.executor, self, failure)
             self.losses += 1
             self._last_loss = failure
             items = list(self._flight)

@@ -79,7 +79,7 @@ class AclHost(Host):
             await super().wait(None)
         for mark in marks:
             record: Record = mark.position
-            if record.ready.pending:
+            if record.ready.pending and not record.handle:
                 self._watch(_Watched([record], record.ready, True))
                 await super().wait(record.ready)
         while marks := [mark for mark in marks if mark.pending]:
@@ -101,10 +101,12 @@ class AclHost(Host):
         end = None if timeout_s is None else time.monotonic() + timeout_s
         record: Record = mark.position
         device = self._device
-        while record.ready.pending and (end is None or time.monotonic() < end):
+        while (
+            record.ready.pending and not record.handle and (end is None or time.monotonic() < end)
+        ):
             next_look = time.monotonic() + LONG_S
             _hold(record.ready, next_look if end is None else min(end, next_look))
-            if record.ready.pending:
+            if record.ready.pending and not record.handle:
                 with device._bind():
                     self._look_at_held(set())
         while mark.pending:
@@ -237,8 +239,12 @@ class AclHost(Host):
     def _look_at_held(self, seen: set[AclStream], *, polling: bool = False) -> None:
         """A record waits in its queue, so somewhere a queue waits for a host function.
 
-        Behind a failure of the hardware, that will not come.
+        Behind a failure of the hardware, that will not come.  Or it waits for another that will
+        fail when the hardware has come to it.
         """
+        for record in list(self._device._doomed):
+            if not record.look():
+                record.stream._look_for_failure(seen, polling=polling)
         for stream in list(self._device._held):
             stream._look_for_failure(seen, polling=polling)
 
