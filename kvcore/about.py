@@ -62,8 +62,8 @@ def _backend_name() -> str | None:
 
 def unusable_settings() -> list[str]:
     """What is wrong with the values of KVCORE_... variables, a sentence each."""
-    readers = (isa_settings.require, threads.get_num_threads, _soc_name, _backend_name)
-    faults = []
+    readers = (threads.get_num_threads, _soc_name, _backend_name)
+    faults = isa_settings.faults()
     for read in readers:
         try:
             read()

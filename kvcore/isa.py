@@ -12,32 +12,43 @@ import os
 from kvcore._kernels import isa, parallel
 from kvcore.errors import ParamInvalidError, fail
 
-__all__ = ["apply_environment", "require"]
+__all__ = ["apply_environment", "faults", "require"]
 
-_fault: ParamInvalidError | None = None
+_faults: list[ParamInvalidError] = []
 
 
 def apply_environment() -> None:
     """Put in force what the variables say; what they cannot say is left to require()."""
-    global _fault
-    try:
-        _apply()
-    except ParamInvalidError as error:
-        _fault = error
+    for apply in (_instruction_set, _streaming, _parallel):
+        try:
+            apply()
+        except ParamInvalidError as error:
+            _faults.append(error)
 
 
 def require() -> None:
     """Raise ParamInvalidError if a variable had a value it cannot have when kvcore was imported."""
-    if _fault is not None:
-        raise _fault.with_traceback(None)
+    for fault in _faults:
+        raise fault.with_traceback(None)
 
 
-def _apply() -> None:
+def faults() -> list[str]:
+    """What is wrong with each variable, a sentence each."""
+    return [str(fault) for fault in _faults]
+
+
+def _instruction_set() -> None:
     name = os.environ.get("KVCORE_ISA", "").strip()
     if name and name not in isa.available():
         fail("KVCORE_ISA", "one of " + ", ".join(isa.available()) + " on this CPU", repr(name))
     isa.select(name or None)
+
+
+def _streaming() -> None:
     isa.set_stream_bytes(_bytes("KVCORE_STREAM_BYTES"))
+
+
+def _parallel() -> None:
     parallel.set_parallel_bytes(_bytes("KVCORE_PARALLEL_BYTES"))
 
 

@@ -127,6 +127,23 @@ def test_every_instruction_set_writes_the_same(
             assert (buffer[begin + cache.size :] == back).all()
 
 
+@pytest.mark.parametrize("pad", [0, 1, 8, 16, 24, 32, 48, 72])
+def test_columns_any_number_of_bytes_apart(pad: int) -> None:
+    blocks, columns, rows = 3, 5, 40
+    step = rows * 32 + pad
+    key = placed((rows, 1, columns * 32), 4, 1)
+    for name in isa.available():
+        isa.select(name)
+        isa.set_stream_bytes(STREAM_ALL)
+        pages = placed((blocks, columns, step), 16, 2)
+        want = pages.copy()
+        want[1, :, : rows * 32] = key.reshape(rows, columns, 32).swapaxes(0, 1).reshape(columns, -1)
+        cache = pages[:, :, : rows * 32].reshape(blocks, columns, rows, 32)
+        assert np.shares_memory(cache, pages)
+        kvcore.scatter_pa_kv_cache(key, cache, np.arange(rows, 2 * rows), cache_mode="PA_NZ")
+        assert (pages == want).all(), name
+
+
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -177,6 +194,17 @@ def test_nonsense_is_refused_with_what_is_allowed(variable: str, value: str) -> 
     assert last.startswith("kvcore.errors.ParamInvalidError")
     assert variable in last
     assert value in last
+
+
+def test_each_wrong_variable_is_told_and_the_others_hold() -> None:
+    code = "import kvcore; found = kvcore.info(); print(found['cpu']['stream_bytes'])"
+    told = "; print(*found['unusable_settings'], sep='\\n')"
+    done = run_python(
+        code + told, KVCORE_ISA="none", KVCORE_STREAM_BYTES="77", KVCORE_PARALLEL_BYTES="x"
+    )
+    held, *faults = done.stdout.splitlines()
+    assert held == "77"
+    assert [fault.partition(":")[0] for fault in faults] == ["KVCORE_ISA", "KVCORE_PARALLEL_BYTES"]
 
 
 @pytest.mark.parametrize("wrong", [-1, 1 << 62, True, 1.5, "1"])

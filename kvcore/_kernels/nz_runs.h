@@ -64,7 +64,7 @@ __attribute__((target("avx2")))
 static void kv_avx2_run(char *page, int64_t column_step, const char *const *toks, int64_t at,
                         int64_t n, int64_t n_columns)
 {
-    if ((uintptr_t)page & (KV_HALF - 1)) {
+    if (((uintptr_t)page | (uintptr_t)column_step) & (KV_HALF - 1)) { /* of every column */
         kv_plain_run(page, column_step, toks, at, n, n_columns);
         return;
     }

@@ -72,11 +72,12 @@ static void check_run(const kv_isa *isa)
     enum { TOKENS = 70, COLUMNS = 5, STRIDE = COLUMNS * KV_CELL + 24, MOST = 80 * KV_CELL };
     static char src[TOKENS * STRIDE + 64];
     _Alignas(64) static char dst[COLUMNS * MOST + 256], want[COLUMNS * MOST + 256];
+    static const int less[5] = {0, KV_CELL / 2, KV_CELL, 8, 1};
     const char *toks[TOKENS];
     char *pages[TOKENS];
     for (int at = 0; at < 64; at += at < 4 ? 1 : 4) {
         for (int n = 1; n <= TOKENS; n += 3) {
-            int columns = 1 + (n + at) % (COLUMNS - 1), step = MOST - KV_CELL / 2 * ((n + at) / 4 % 3);
+            int columns = 1 + (n + at) % (COLUMNS - 1), step = MOST - less[(n + at) / 4 % 5];
             for (unsigned i = 0; i < sizeof src; i++)
                 src[i] = (char)next();
             for (unsigned i = 0; i < sizeof dst; i++)
