@@ -47,14 +47,47 @@ def test_the_newest_run_counts(tmp_path: Path) -> None:
     assert history.last(kept)["case"]["ratios"]["copyto"] == 2.0
 
 
-@pytest.mark.parametrize("text", ["", "nonsense\n", "[]\n", '{"cases": 3}\n'])
+def of_ratio(ratio: str) -> bytes:
+    return b'{"cases": {"norm-1": {"ratios": {"copyto": %s}}}}\n' % ratio.encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"nonsense\n", b"[]\n", b'{"cases": 3}\n', b'{"cases": {"norm-1": 3}}\n'),
+        *map(of_ratio, ("0", "-1", "NaN", "Infinity", "1e-320", "9" * 400, "null", '"1"')),
+        *(b"\xff\xfe\x00", b"[" * 100_000, b'{"cases": ' + b"1" * 6000 + b"}"),
+        b'{"cases": {}}' + b" " * history.MAX_LINE_BYTES,
+    ],
+    ids=repr,
+)
 def test_a_file_that_holds_no_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes
 ) -> None:
     kept = tmp_path / "history.jsonl"
-    kept.write_text(text)
+    kept.write_bytes(text)
     assert main([*QUICK, "--compare", str(kept)]) == 2
     assert "--compare" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["missing/history.jsonl", "."])
+def test_what_cannot_be_saved_is_refused_before_anything_is_measured(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    monkeypatch.setattr("kvcore.benchmarks.measure", None)
+    assert main([*QUICK, "--save", str(tmp_path / name)]) == 2
+    assert "expected a file" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, which is always full")
+def test_a_full_disk_hides_no_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--save", "/dev/full"]) == 2
+    printed = capsys.readouterr()
+    assert "norm-1" in printed.out
+    assert "--save: expected a file that can be written, got /dev/full" in printed.err
 
 
 @pytest.mark.parametrize("wrong", [["no-such-case"], ["--seconds", "0"], ["--seconds", "soon"]])

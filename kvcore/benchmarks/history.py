@@ -14,6 +14,11 @@ from kvcore.errors import fail
 
 __all__ = ["append", "last"]
 
+#: A run of all cases is some ten thousand bytes.
+MAX_LINE_BYTES = 1 << 20
+#: Of one time over another: some thousands at the most.
+LARGEST_RATIO = 1e9
+
 
 def append(path: Path, machine: Mapping[str, Any], measurements: Iterable[Measurement]) -> None:
     """Add a run to the file, which is made where it is missing."""
@@ -22,23 +27,36 @@ def append(path: Path, machine: Mapping[str, Any], measurements: Iterable[Measur
         "machine": dict(machine),
         "cases": {one.name: one.to_json() for one in measurements},
     }
-    with path.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(run, separators=(",", ":")) + "\n")
+    try:
+        with path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(run, separators=(",", ":")) + "\n")
+    except OSError as error:
+        fail("--save", "a file that can be written", f"{path}: {error.strerror}")
 
 
 def last(path: Path) -> dict[str, Any]:
     """The cases of the file's newest run; ParamInvalidError for a file that holds none."""
-    newest: Any = None
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            newest = json.loads(line)
-        except ValueError:
-            newest = None
-        if not isinstance(newest, dict) or not isinstance(newest.get("cases"), dict):
-            fail("--compare", "a file written with --save", f"{path}, line {number}")
+    newest: dict[str, Any] | None = None
+    with path.open("rb") as stream:
+        for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b""), 1):
+            if line.strip():
+                newest = _cases(line)
+                if newest is None:
+                    fail("--compare", "a file written with --save", f"{path}, line {number}")
     if newest is None:
         fail("--compare", "a file with at least one run", str(path))
-    cases: dict[str, Any] = newest["cases"]
-    return cases
+    return newest
+
+
+def _cases(line: bytes) -> dict[str, Any] | None:
+    """The cases of a run, each with ratios that are positive numbers; None if it is no run."""
+    if len(line) > MAX_LINE_BYTES:
+        return None
+    try:
+        cases = json.loads(line.decode())["cases"]
+        ratios = [ratio for case in cases.values() for ratio in case["ratios"].values()]
+        if all(1 / LARGEST_RATIO <= ratio <= LARGEST_RATIO for ratio in ratios):
+            return dict(cases)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    return None

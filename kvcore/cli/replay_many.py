@@ -40,7 +40,8 @@ def run_compare(namespace: argparse.Namespace) -> int:
 def run_sweep(namespace: argparse.Namespace, requests: Sequence[TraceRequest]) -> int:
     """Run the points that have no report yet, print all."""
     from kvcore.cli.interrupt import Interrupt
-    from kvcore.cli.replay_offload import model_of, options_of, refuse_unwritable
+    from kvcore.cli.outputs import refuse_unwritable
+    from kvcore.cli.replay_offload import model_of, options_of
     from kvcore.offload.sweep import grid, run_on_ray, run_processes
 
     refuse_unwritable(namespace.json)

@@ -6,10 +6,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcore.cli import status
+from kvcore.cli.outputs import refuse_unwritable
 
 if TYPE_CHECKING:
     from kvcore.offload.models import ModelProfile
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvcore.offload.offload_report import OffloadReport
     from kvcore.offload.traces import TraceRequest
 
-__all__ = ["model_of", "options_of", "refuse_unwritable", "run_offload", "table_rows"]
+__all__ = ["model_of", "options_of", "run_offload", "table_rows"]
 
 #: Most rows selected in a run that is full unless said otherwise: some ten seconds.
 SHORT_ROWS = 4e6
@@ -118,24 +118,6 @@ def run_offload(
         print(f"kvcore replay: interrupted, what is done is above{files}", file=sys.stderr)
         return status.INTERRUPTED
     return status.OK
-
-
-def refuse_unwritable(*paths: str | None) -> None:
-    """Refuse files that cannot be written, before the work is done that they are for."""
-    import os
-
-    from kvcore.errors import fail
-
-    for path in paths:
-        if path is None or path == "-":
-            continue
-        target = Path(path)
-        if not target.parent.is_dir():
-            fail(path, "a file in a folder that is there", f"no folder {target.parent}")
-        if target.is_dir():
-            fail(path, "a file", "a folder")
-        if not os.access(target if target.exists() else target.parent, os.W_OK):
-            fail(path, "a file that can be written", "no permission")
 
 
 def _print_table(rows: Sequence[tuple[str, str]], interrupted: bool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcore.cli import status
+from kvcore.cli.outputs import refuse_unwritable
 from kvcore.cli.parser import Parser, Subparsers
 
 if TYPE_CHECKING:
@@ -61,18 +62,19 @@ def run(namespace: argparse.Namespace) -> int:
     for name in names:
         if name not in CASES:
             fail("CASE", f"one of {', '.join(CASES)}", repr(name))
+    refuse_unwritable(namespace.save)
     before = history.last(namespace.compare) if namespace.compare else {}
     measured = [
         measure(CASES[name], namespace.seconds) for name in _progress(names, quiet=namespace.json)
     ]
-    if namespace.save:
-        import kvcore
-
-        history.append(namespace.save, kvcore.info()["cpu"], measured)
     if namespace.json:
         print(json.dumps([one.to_json() for one in measured], indent=2))
     else:
         _print(measured, before)
+    if namespace.save:  # at last: what was measured is seen though the disk be full
+        import kvcore
+
+        history.append(namespace.save, kvcore.info()["cpu"], measured)
     return status.OK
 
 
@@ -123,8 +125,6 @@ def _time(nanoseconds: float) -> str:
 
 def _change(one: Measurement, before: Any) -> str:
     # Against the copy measured in the same run: the machine's own mood cancels.
-    try:
-        old = float(before["ratios"]["copyto"])
-    except (TypeError, KeyError, ValueError):
+    if before is None or "copyto" not in before["ratios"] or "copyto" not in one.medians:
         return "new"
-    return f"{one.ratio('copyto') / old - 1:+.0%}"
+    return f"{one.ratio('copyto') / before['ratios']['copyto'] - 1:+.0%}"

@@ -87,8 +87,8 @@ def _refuse_ray(namespace: argparse.Namespace) -> None:
 
 def _run_caches(namespace: argparse.Namespace) -> int:
     from kvcore.cli.interrupt import Interrupt
+    from kvcore.cli.outputs import refuse_unwritable
     from kvcore.cli.progress import progress_of
-    from kvcore.cli.replay_offload import refuse_unwritable
     from kvcore.offload import Replay
 
     refuse_unwritable(namespace.json)
