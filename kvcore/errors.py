@@ -25,6 +25,8 @@ __all__ = [
     "SlotRangeError",
     "StreamError",
     "fail",
+    "in_words",
+    "shown",
 ]
 
 ACLNN_ERR_PARAM_NULLPTR = 161001
@@ -70,7 +72,7 @@ def _portable(value: object) -> object:
         return value
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
-    return repr(value)
+    return shown(value)
 
 
 def _rebuild(cls: type[KVCoreError], message: str, state: dict[str, object]) -> KVCoreError:
@@ -79,13 +81,29 @@ def _rebuild(cls: type[KVCoreError], message: str, state: dict[str, object]) -> 
     return error
 
 
+def shown(value: object) -> str:
+    """repr, or the type where repr raises, as it does of ints of thousands of digits."""
+    try:
+        return repr(value)
+    except Exception:
+        return f"{type(value).__name__} that cannot be printed"
+
+
+def in_words(value: object) -> str:
+    """str of what was seen, for a message; shown's words where that raises."""
+    try:
+        return f"{value}"
+    except Exception:
+        return shown(value)
+
+
 def fail(argument: str, expected: str, seen: object) -> NoReturn:
     """Raise ParamInvalidError in the one shape: argument, what was expected, what was seen.
 
     argument may carry a position, as in ``strides[1]``; the error's attribute is the bare name.
     """
     raise ParamInvalidError(
-        f"{argument}: expected {expected}, got {seen}",
+        f"{argument}: expected {expected}, got {in_words(seen)}",
         argument=argument.partition("[")[0],
         seen=seen,
         expected=expected,

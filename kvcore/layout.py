@@ -22,7 +22,7 @@ from kvcore._core.lanes import NZ_BYTES, make_lane
 from kvcore._core.overlap import check_apart, check_self
 from kvcore._core.paged import RangeSpec
 from kvcore._core.plan import Operator, Spec
-from kvcore.errors import fail
+from kvcore.errors import fail, shown
 
 __all__ = ["nd_to_nz", "nz_to_nd", "paged_nd_to_nz", "paged_nz_to_nd"]
 
@@ -68,7 +68,7 @@ def paged_nd_to_nz(cache: Array, five: bool = False, out: Array = None) -> Array
     Raises ParamInvalidError when H*D (with ``five``: D) is no multiple of c0.
     """
     if not isinstance(five, bool):
-        fail("five", "True or False", repr(five))
+        fail("five", "True or False", shown(five))
     info = _open(cache, "cache", 4, "[nb, bs, H, D]", 4)
     blocks, block_size, heads, size = info.shape
     c0 = _c0(info)
@@ -129,7 +129,7 @@ def _heads(num_heads: Any) -> int:
     except Exception:  # an __index__ may raise what it likes
         heads = 0
     if heads < 1:
-        fail("num_heads", "an int >= 1", repr(num_heads))
+        fail("num_heads", "an int >= 1", shown(num_heads))
     return heads
 
 

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from kvcore.dtypes import DATA_DTYPES
-from kvcore.errors import fail
+from kvcore.errors import fail, shown
 
 __all__ = [
     "A2",
@@ -254,7 +254,7 @@ class SoC:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or self.name not in _TABLE:
-            fail("name", "one of " + ", ".join(map(repr, _TABLE)), repr(self.name))
+            fail("name", "one of " + ", ".join(map(repr, _TABLE)), shown(self.name))
 
     @property
     def profile(self) -> Profile:
@@ -287,7 +287,7 @@ def resolve(soc: object, name: str = "soc") -> SoC | None:
         return soc
     found = PROFILES.get(soc) if isinstance(soc, str) else None
     if found is None:
-        fail(name, "one of " + ", ".join(map(repr, PROFILES)) + " or None", repr(soc))
+        fail(name, "one of " + ", ".join(map(repr, PROFILES)) + " or None", shown(soc))
     return found
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvcore._core import adopt
 from kvcore._core.arrays import ArrayInfo, read
 from kvcore._core.lanes import NZ_BYTES
-from kvcore.errors import fail
+from kvcore.errors import fail, shown
 
 __all__ = ["LAYOUTS", "assert_kv_equal"]
 
@@ -55,7 +55,7 @@ def assert_kv_equal(
     """
     __tracebackhide__ = True
     if not isinstance(layout, str) or layout not in LAYOUTS:
-        fail("layout", "one of " + ", ".join(map(repr, LAYOUTS)), repr(layout))
+        fail("layout", "one of " + ", ".join(map(repr, LAYOUTS)), shown(layout))
     info, wanted = read(cache, name), read(expected, "expected")
     rank = len(info.shape)
     if rank not in LAYOUTS[layout]:

@@ -12,7 +12,7 @@ import operator
 import os
 from pathlib import Path
 
-from kvcore.errors import ParamInvalidError
+from kvcore.errors import ParamInvalidError, shown
 
 __all__ = [
     "AUTO",
@@ -61,17 +61,18 @@ def check(value: object, name: str = "num_threads") -> int:
     """The count as an int (0 for None); raises ParamInvalidError unless it is in 1..1024."""
     if value is None:
         return AUTO
-    seen: object = f"{type(value).__name__} {value!r}"
+    seen = ""
     if not isinstance(value, bool):
         try:
             count = operator.index(value)  # type: ignore[arg-type]
         except Exception:  # an __index__ may raise what it likes
-            count = 0
+            pass
         else:
-            seen = count
-        if 1 <= count <= MAX_THREADS:
-            return count
+            if 1 <= count <= MAX_THREADS:
+                return count
+            seen = shown(count)
     expected = f"an int from 1 to {MAX_THREADS}, or None"
+    seen = seen or f"{type(value).__name__} {shown(value)}"
     raise ParamInvalidError(
         f"{name}: expected {expected}, got {seen}",
         argument=name,

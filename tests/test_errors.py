@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,3 +118,36 @@ def test_fail() -> None:
     with pytest.raises(errors.ParamInvalidError, match=r"^x\[2\]: expected 1, got 2$") as caught:
         errors.fail("x[2]", "1", 2)
     assert (caught.value.argument, caught.value.seen, caught.value.expected) == ("x", 2, "1")
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("wrong", [10**5000, -(10**5000), Unprintable()], ids=["+", "-", "object"])
+@pytest.mark.parametrize(
+    "name", ["num_threads", "dtype", "soc", "cache_mode", "scatter_mode", "strides"]
+)
+def test_values_that_cannot_be_printed_are_refused(name: str, wrong: object) -> None:
+    key, cache = np.zeros((1, 1, 4), np.int8), np.zeros((1, 1, 1, 4), np.int8)
+    given: dict[str, Any] = {name: wrong}
+    if name == "strides":
+        given = {"strides": [wrong], "offsets": [0], "scatter_mode": "Nct"}
+    with pytest.raises(errors.ParamInvalidError, match=f"^{name}.* cannot be printed") as caught:
+        kvcore.scatter_pa_kv_cache(key, cache, np.array([0]), **given)
+    assert caught.value.argument == name
+
+
+@pytest.mark.parametrize("wrong", [10**5000, Unprintable()], ids=["int", "object"])
+def test_other_values_that_cannot_be_printed_are_refused(wrong: Any) -> None:
+    new, past, one = np.zeros((1, 8), np.int8), np.zeros((1, 1, 4, 8), np.int8), np.array([1])
+    calls: list[Callable[[], object]] = [
+        lambda: kvcore.kv_cache_update(new, wrong, past, one, one),
+        lambda: kvcore.layout.paged_nz_to_nd(np.zeros((1, 1, 4, 32), np.int8), wrong),
+        lambda: kvcore.SoC(wrong),
+        lambda: kvcore.set_num_threads(wrong),
+    ]
+    for call in calls:
+        with pytest.raises(kvcore.KVCoreError):
+            call()

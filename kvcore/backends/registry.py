@@ -20,7 +20,7 @@ from kvcore._core.plan import Plan
 from kvcore.backends.aclnn.backend import AclnnBackend
 from kvcore.backends.base import Backend
 from kvcore.backends.cpu import CpuBackend
-from kvcore.errors import BackendUnavailableError, fail
+from kvcore.errors import BackendUnavailableError, fail, shown
 
 __all__ = ["available", "get", "load_errors", "names", "register", "use", "why_not"]
 
@@ -38,12 +38,12 @@ _searched = False
 def register(name: str, backend: Backend) -> None:
     """Add a backend. Raises ParamInvalidError for a taken name or an object that is none."""
     if not isinstance(name, str) or not name.isidentifier():
-        fail("name", "an identifier", repr(name))
+        fail("name", "an identifier", shown(name))
     if isinstance(backend, type) or not isinstance(backend, Backend):
         seen = getattr(backend, "__qualname__", type(backend).__name__)
         fail("backend", "an object with name, spaces, why_not and prepare", seen)
     if not isinstance(backend.spaces, frozenset | set) or not backend.spaces <= SPACES:
-        fail("backend", "spaces that are a set of 'host' and 'device'", repr(backend.spaces))
+        fail("backend", "spaces that are a set of 'host' and 'device'", shown(backend.spaces))
     with _lock:
         if name in _backends and _backends[name] is not backend:
             fail("name", "a name that is free", repr(name))
@@ -100,7 +100,7 @@ def get(name: str) -> Backend:
             raise BackendUnavailableError(
                 f"backend {name!r} is not available: {_broken[name]}", argument="backend", seen=name
             )
-        fail("backend", "one of " + ", ".join(map(repr, _backends)), repr(name))
+        fail("backend", "one of " + ", ".join(map(repr, _backends)), shown(name))
     return _backends[name]
 
 

@@ -17,7 +17,7 @@ from kvcore import dtypes
 from kvcore._core.arrays import ArrayInfo
 from kvcore._core.overlap import check_self
 from kvcore.dtypes import DType
-from kvcore.errors import ParamNullError, SlotRangeError, fail
+from kvcore.errors import ParamNullError, SlotRangeError, fail, in_words, shown
 
 __all__ = [
     "INT64_MAX",
@@ -81,9 +81,9 @@ def dtype_named(name: Any, argument: str) -> DType | None:
     if isinstance(name, DType):
         spelled = name.name
     elif not isinstance(name, str):
-        spelled = str(name).removeprefix("torch.")
+        spelled = in_words(name).removeprefix("torch.")
         if spelled not in dtypes.BY_NAME:
-            spelled = np.dtype(name).name if isinstance(name, np.dtype | type) else repr(name)
+            spelled = np.dtype(name).name if isinstance(name, np.dtype | type) else shown(name)
     row = dtypes.BY_NAME.get(spelled)
     if row is None or row not in dtypes.DATA_DTYPES:
         names = ", ".join(row.name for row in dtypes.DATA_DTYPES)
@@ -156,14 +156,14 @@ def mode(value: object, argument: str, known: Sequence[str], default: str) -> st
         for one in known:
             if value == one:  # an enum of strings prints as its own name
                 return one
-    fail(argument, "one of " + ", ".join(map(repr, known)) + " or None", repr(value))
+    fail(argument, "one of " + ", ".join(map(repr, known)) + " or None", shown(value))
 
 
 def flag(value: object, argument: str) -> bool:
     """True or False, not what merely counts as one."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
-    fail(argument, "True or False", repr(value))
+    fail(argument, "True or False", shown(value))
 
 
 def listed(value: Any) -> Any:
@@ -176,15 +176,15 @@ def listed(value: Any) -> Any:
         return value
     try:
         if isinstance(value, str | bytes | bytearray | Mapping | Set):
-            return Unlisted(repr(value))
+            return Unlisted(shown(value))
         if len(value) > MOST_LISTED:
             return Unlisted(f"{len(value)} values")
         items = tuple(value)
         if not any(isinstance(item, bool | np.bool) for item in items):
             return tuple([operator.index(item) for item in items])
     except Exception:  # anything may come out of an object that is no sequence
-        return Unlisted(repr(value))
-    return Unlisted(repr(value))
+        return Unlisted(shown(value))
+    return Unlisted(shown(value))
 
 
 class Unlisted(str):
@@ -199,7 +199,7 @@ def integers(value: Any, argument: str, count: int) -> tuple[int, ...]:
     if isinstance(value, Unlisted):
         fail(argument, expected, str(value))
     if len(value) != count:
-        fail(argument, expected, f"{len(value)}: {list(value)}")
+        fail(argument, expected, f"{len(value)}: {shown(list(value))}")
     found: tuple[int, ...] = value
     return found
 

@@ -16,7 +16,7 @@ from kvcore._core.plan import Operator, Plan, Spec
 from kvcore._core.select import SelectSpec
 from kvcore._core.selected import IndexArray, SelectionLane
 from kvcore.dtypes import DType
-from kvcore.errors import ParamInvalidError, ParamNullError
+from kvcore.errors import ParamInvalidError, ParamNullError, shown
 from kvcore.ops import checks, soc_gather
 from kvcore.soc import SoC
 
@@ -317,7 +317,7 @@ def params_of(block: Any, cumulative: Any, dtype: Any, stats: Any) -> tuple[int,
     if stats is not None and not isinstance(stats, dict):
         checks.fail("stats", "a dict to fill, or None", type(stats).__name__)
     if isinstance(block, bool) or not hasattr(block, "__index__"):
-        checks.fail("selection_topk_block_size", "an int > 0", repr(block))
+        checks.fail("selection_topk_block_size", "an int > 0", shown(block))
     size = int(block.__index__())
     if not 0 < size <= checks.INT64_MAX:
         checks.fail("selection_topk_block_size", "an int > 0", size)

@@ -13,7 +13,7 @@ from kvcore._core.arrays import ArrayInfo
 from kvcore._core.lanes import make_lane
 from kvcore._core.paged import AppendSpec
 from kvcore._core.plan import Operator, Plan, Spec
-from kvcore.errors import ParamInvalidError
+from kvcore.errors import ParamInvalidError, in_words, shown
 from kvcore.ops import checks, soc_update
 from kvcore.soc import SoC
 
@@ -133,7 +133,7 @@ def _fault(
     else:
         argument, expected = "token_offset", f"less than max_seq {max_seq} on {machine}"
     return ParamInvalidError(
-        f"{argument}{where}: expected {expected}, got {seen}",
+        f"{argument}{where}: expected {expected}, got {in_words(seen)}",
         argument=argument,
         seen=seen,
         expected=expected,
@@ -150,7 +150,7 @@ def _layer(layer_id: Any) -> tuple[Any, int | None]:
     if isinstance(layer_id, np.integer) or (
         hasattr(layer_id, "__index__") and not hasattr(layer_id, "shape")
     ):
-        seen = repr(layer_id)
+        seen = shown(layer_id)
         if not isinstance(layer_id, bool):
             try:
                 return None, operator.index(layer_id)

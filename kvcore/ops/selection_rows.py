@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcore.errors import shown
 from kvcore.ops import checks
 from kvcore.ops.index_arrays import Indices, index_array, written_array
 
@@ -102,7 +103,7 @@ def _rows(status: Indices) -> int:
 def _numbers(value: Any, name: str, most: int) -> Indices:
     """One number or an array of them, as int64 [n], each in 0..most."""
     if isinstance(value, bool | np.bool_):
-        checks.fail(name, "an int or an index array", repr(value))
+        checks.fail(name, "an int or an index array", shown(value))
     if hasattr(value, "__index__") and not getattr(value, "shape", ()):
         number = int(value.__index__())
         if not 0 <= number <= most:

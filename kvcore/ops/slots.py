@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.errors import ParamInvalidError
+from kvcore.errors import ParamInvalidError, shown
 from kvcore.ops import checks
 from kvcore.ops.index_arrays import Indices, index_array
 
@@ -119,7 +119,7 @@ def speculative(
 def _whole(value: Any, name: str, least: int) -> int:
     expected = f"an int >= {least}"
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        checks.fail(name, expected, repr(value))
+        checks.fail(name, expected, shown(value))
     number = operator.index(value)
     if not least <= number <= checks.INT64_MAX:
         checks.fail(name, expected, number)

@@ -16,7 +16,7 @@ import numpy as np
 from kvcore import dtypes
 from kvcore._core import adopt, arrays
 from kvcore.dtypes import DType
-from kvcore.errors import fail
+from kvcore.errors import fail, in_words, shown
 
 __all__ = ["StandIn", "info_of"]
 
@@ -65,7 +65,7 @@ def _shape(value: Any, name: str) -> tuple[int, ...]:
     try:
         shape = tuple(operator.index(size) for size in value)
     except TypeError:
-        fail(name, PAIR, f"the shape {value!r}")
+        fail(name, PAIR, f"the shape {shown(value)}")
     if any(size < 0 for size in shape):
         fail(name, "a shape of sizes >= 0", list(shape))
     if len(shape) > adopt.MAX_RANK:
@@ -76,7 +76,7 @@ def _shape(value: Any, name: str) -> tuple[int, ...]:
 def _dtype(value: Any, name: str) -> tuple[DType | None, str, int]:
     if isinstance(value, DType):
         return value, value.name, value.itemsize
-    spelled = value if isinstance(value, str) else str(value)
+    spelled = in_words(value)
     spelled = spelled.removeprefix("torch.")
     row = dtypes.BY_NAME.get(adopt.TORCH_NAMES.get(spelled, spelled))
     if row is None:
@@ -85,7 +85,7 @@ def _dtype(value: Any, name: str) -> tuple[DType | None, str, int]:
         except TypeError:
             found = None
         if found is None or value is None:  # numpy takes None for float64
-            fail(name, "a dtype or the name of one", repr(value))
+            fail(name, "a dtype or the name of one", shown(value))
         if not found.isnative:
             fail(name, "native byte order", f"dtype {found.str}")
         # Unpacked float4 types are refused here as in an array.
