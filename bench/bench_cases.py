@@ -16,6 +16,7 @@ FUNCTIONS = [
     "torch index_copy_",
     "torch index_put_",
     "torch index_select",
+    "torch copy_",
     "copyto threads",
     "kvcore one thread",
 ]

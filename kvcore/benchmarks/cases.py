@@ -130,18 +130,38 @@ def _paged_nz(consecutive: bool) -> Functions:
             key, caches[0], slots, value, caches[1], cache_mode="PA_NZ", num_threads=1
         )
 
-    functions: Functions = {"kvcore": run, "copyto": copies(key, value)}
+    sources = [array.reshape(tokens, -1, 16) for array in (key, value)]
+    return {
+        "kvcore": run,
+        "copyto": copies(key, value),
+        **_advanced(caches, slots // block_size, slots % block_size, sources),
+    }
+
+
+def _advanced(
+    caches: list[NDArray[Any]],
+    block: NDArray[np.int64],
+    row: NDArray[np.int64],
+    sources: list[NDArray[Any]],
+) -> Functions:
+    """cache[block, :, row] = source, in numpy and in torch."""
+
+    def numpy_fancy() -> None:
+        for cache, source in zip(caches, sources, strict=True):
+            cache[block, :, row] = source
+
+    functions: Functions = {"numpy": numpy_fancy}
     torch = torch_if_installed()
     if torch is not None:
-        block, row = torch.from_numpy(slots // block_size), torch.from_numpy(slots % block_size)
-        sources = [torch.from_numpy(a.view(np.int16)).view(tokens, -1, 16) for a in (key, value)]
-        targets = [torch.from_numpy(c.view(np.int16)) for c in caches]
+        places = torch.from_numpy(block), torch.from_numpy(row)
+        tensors = [torch.from_numpy(source.view(np.int16)) for source in sources]
+        targets = [torch.from_numpy(cache.view(np.int16)) for cache in caches]
 
-        def advanced() -> None:
-            for target, source in zip(targets, sources, strict=True):
-                target[block, :, row] = source
+        def index_put() -> None:
+            for target, tensor in zip(targets, tensors, strict=True):
+                target[places[0], :, places[1]] = tensor
 
-        functions["torch index_put_"] = advanced
+        functions["torch index_put_"] = index_put
     return functions
 
 
@@ -151,18 +171,17 @@ def _nhsd() -> Functions:
     shape = (num_slots // block_size, heads, block_size, size)
     caches = [warm(np.empty(shape, np.uint16)) for _ in range(2)]
     slots = random_slots(tokens, num_slots)
-    block, row = slots // block_size, slots % block_size
 
     def run() -> None:
         kvcore.scatter_pa_kv_cache(
             key, caches[0], slots, value, caches[1], scatter_mode="NHSD", num_threads=1
         )
 
-    def numpy_fancy() -> None:
-        caches[0][block, :, row] = key
-        caches[1][block, :, row] = value
-
-    return {"kvcore": run, "copyto": copies(key, value), "numpy": numpy_fancy}
+    return {
+        "kvcore": run,
+        "copyto": copies(key, value),
+        **_advanced(caches, slots // block_size, slots % block_size, [key, value]),
+    }
 
 
 def _update() -> Functions:
@@ -179,7 +198,18 @@ def _update() -> Functions:
         for b in range(batch):
             past[1, b, 700 - length : 700] = new_kv[b * length : (b + 1) * length]
 
-    return {"kvcore": run, "copyto": copies(new_kv), "numpy": numpy_slices}
+    functions: Functions = {"kvcore": run, "copyto": copies(new_kv), "numpy": numpy_slices}
+    torch = torch_if_installed()
+    if torch is not None:
+        target = torch.from_numpy(past.view(np.int16))[1]
+        tensor = torch.from_numpy(new_kv.view(np.int16))
+
+        def copy_slices() -> None:
+            for b in range(batch):
+                target[b, 700 - length : 700].copy_(tensor[b * length : (b + 1) * length])
+
+        functions["torch copy_"] = copy_slices
+    return functions
 
 
 def _one_token(planned: bool) -> Functions:
@@ -206,7 +236,12 @@ def _row_bytes() -> Functions:
     def numpy_fancy() -> None:
         flat[slots] = key
 
-    return {"kvcore": run, "copyto": copies(key), "numpy": numpy_fancy}
+    functions: Functions = {"kvcore": run, "copyto": copies(key), "numpy": numpy_fancy}
+    torch = torch_if_installed()
+    if torch is not None:
+        target, index, tensor = (torch.from_numpy(array) for array in (flat, slots, key))
+        functions["torch index_copy_"] = lambda: target.index_copy_(0, index, tensor)
+    return functions
 
 
 _K = 1024

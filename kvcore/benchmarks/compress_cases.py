@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compression beside a copy of all K and V, and numpy slices."""
+"""Compression beside a copy of the bytes, and slices in numpy and torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 import kvcore
-from kvcore.benchmarks.arrays import Functions, copies, rows, warm
+from kvcore.benchmarks.arrays import Functions, copies, rows, torch_if_installed, warm
 
 __all__ = ["compress"]
 
@@ -38,20 +38,43 @@ def compress(rule: str) -> Functions:
     def run() -> None:
         kvcore.scatter_pa_kv_cache(typed[0], typed[2], slots, typed[1], typed[3], **more)
 
-    functions: Functions = {"kvcore": run}
-    if rule == "Rope":
-        functions["copyto"] = copies(key, value)
-        return functions
-    kept = slice(WINDOW, None) if rule == "Alibi" else np.r_[:START, START + WINDOW : LENGTH]
+    kept = LENGTH - WINDOW
     flat = [cache.reshape(BATCH, HEADS, LENGTH, SIZE) for cache in caches]
     sources = [source.reshape(BATCH, LENGTH, HEADS, SIZE) for source in (key, value)]
-    functions["copyto"] = copies(
-        *(np.ascontiguousarray(source[:, : LENGTH - WINDOW]) for source in sources)
-    )
+    pieces = [(0, WINDOW, kept)] if rule == "Alibi" else [(0, 0, START)]
+    if rule != "Alibi":  # behind a Rope window is the row of its mean
+        pieces.append((START + (rule == "Rope"), START + WINDOW, kept - START))
+    means = rule == "Rope"
 
     def numpy_slices() -> None:
         for cache, source in zip(flat, sources, strict=True):
-            cache[:, :, : LENGTH - WINDOW] = source[:, kept].transpose(0, 2, 1, 3)
+            for to, at, n in pieces:
+                cache[:, :, to : to + n] = source[:, at : at + n].transpose(0, 2, 1, 3)
+            if means:
+                window = source[:, START : START + WINDOW].view(ml_dtypes.bfloat16)
+                mean = window.astype(np.float32).mean(axis=1).astype(ml_dtypes.bfloat16)
+                cache[:, :, START] = mean.view(np.uint16)
 
-    functions["numpy"] = numpy_slices
+    moved = (
+        (key, value)
+        if rule == "Rope"
+        else [np.ascontiguousarray(source[:, :kept]) for source in sources]
+    )
+    functions: Functions = {"kvcore": run, "copyto": copies(*moved), "numpy": numpy_slices}
+    torch = torch_if_installed()
+    if torch is not None:
+        targets, tensors = (
+            [torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) for array in arrays]
+            for arrays in (flat, sources)
+        )
+
+        def torch_slices() -> None:
+            for target, tensor in zip(targets, tensors, strict=True):
+                for to, at, n in pieces:
+                    target[:, :, to : to + n].copy_(tensor[:, at : at + n].transpose(1, 2))
+                if means:
+                    window = tensor[:, START : START + WINDOW]
+                    target[:, :, START] = window.mean(1, dtype=torch.float32)
+
+        functions["torch copy_"] = torch_slices
     return functions
