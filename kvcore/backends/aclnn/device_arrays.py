@@ -53,7 +53,12 @@ class DeviceArray:
         dense = np.ascontiguousarray(array)
         memory = allocate(cann, device_id, dense.nbytes)
         if dense.nbytes:
-            copies.to_device(cann, memory.address, dense.ctypes.data, dense.nbytes)
+            try:
+                with cann.on_device(device_id):
+                    copies.to_device(cann, memory.address, dense.ctypes.data, dense.nbytes)
+            except BaseException:
+                memory.free()
+                raise
         return cls(memory, array.shape, dtype or array.dtype.name)
 
     @property

@@ -111,6 +111,7 @@ class Launch:
             self._values.read_host()
             with self._owner.room(cann, stream, keep) as room:
                 result, answer = self._answer(stream)
+                room.hold(result)
                 placed: list[Argument | None] = list(call.arguments)
                 self._place_copies(placed, room, index_only=True)
                 self._check(placed, stream)

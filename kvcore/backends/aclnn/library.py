@@ -22,11 +22,19 @@ from kvcore.backends.aclnn.constants import (
     ACL_SUCCESS,
 )
 from kvcore.backends.aclnn.search import ENVIRONMENT, SETTINGS, Found, Search
-from kvcore.errors import BackendUnavailableError, KVCoreError
+from kvcore.errors import BackendUnavailableError, KVCoreError, StreamError
 
-__all__ = ["Cann", "OnDevice", "current", "forget", "last_search", "why_not"]
+__all__ = ["Cann", "OnDevice", "current", "forget", "last_search", "thread", "why_not"]
 
 PHASE_ONE = "GetWorkspaceSize"
+
+
+class _Thread(threading.local):
+    in_host_function = False
+
+
+#: Of this OS thread: whether it runs a host function, in which no call of CANN may be made.
+thread = _Thread()
 
 
 class Cann:
@@ -47,6 +55,8 @@ class Cann:
         self._homes: dict[str, Found | None] = {}
         self._unchecked: dict[str, Callable[..., int]] = {}
         self._soc: socs.SoC | None = None
+        #: Within a device, that is; False once it was refused.
+        self.copies_in_two_dimensions = True
 
     def __repr__(self) -> str:
         return f"<Cann {self.runtime.path}>"
@@ -150,7 +160,7 @@ class Cann:
 
     def set_device(self, device_id: int) -> None:
         """Give this OS thread the device for good: for threads of one's own."""
-        self.refuse_a_fork()
+        self.refuse_to_call()
         self.aclrtSetDevice(device_id)
 
     def context(self) -> int:
@@ -160,6 +170,18 @@ class Cann:
             self.recent_error()  # leave no text behind that would be taken for another's
             return 0
         return found.value or 0
+
+    def refuse_to_call(self) -> None:
+        """Raise where CANN must not be called: in a host function, in a forked child."""
+        if thread.in_host_function:
+            # The stream would wait for this function, which would wait for the stream.
+            raise StreamError(
+                "fn: expected a host function that does nothing on an NPU, got one that does: it "
+                "must not launch, wait, allocate or free on any device",
+                argument="fn",
+                expected="a host function that does nothing on an NPU",
+            )
+        self.refuse_a_fork()
 
     def refuse_a_fork(self) -> None:
         """Raise in a child of the process that CANN was started in."""
@@ -233,7 +255,7 @@ class OnDevice:
 
     def __enter__(self) -> None:
         cann = self._cann
-        cann.refuse_a_fork()
+        cann.refuse_to_call()
         self._before = cann.context()
         if not self._giving_back:
             cann.set_device(self._device_id)
@@ -270,7 +292,7 @@ def current() -> Cann:
     """The process's CANN, initialised; BackendUnavailableError says why there is none."""
     cann = _cann
     if cann is not None:
-        cann.refuse_a_fork()
+        cann.refuse_to_call()
         return cann
     return _load()
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,7 @@ class Pool:
         self.stream = stream
         self.lock = threading.RLock()
         self._blocks: dict[str, DeviceMemory] = {}
-        self._retired: list[tuple[int, list[DeviceMemory]]] = []
+        self._retired: list[tuple[int, Sequence[DeviceMemory | _Held]]] = []
 
     def take(self, purpose: str, nbytes: int) -> int:
         """Address of at least that many bytes, the same ones each time for a purpose."""
@@ -109,7 +110,7 @@ class Pool:
             self.retire([block])
         return grown.address
 
-    def retire(self, blocks: list[DeviceMemory]) -> None:
+    def retire(self, blocks: Sequence[DeviceMemory | _Held]) -> None:
         """Free these once what is on the stream now has passed."""
         if not blocks:
             return
@@ -153,26 +154,12 @@ class Pool:
         with self.lock, self.cann.on_device(self.device_id, giving_back=True):
             retired, self._retired = self._retired, []
             blocks, self._blocks = list(self._blocks.values()), {}
-            failed = None
-            for event, old in [*retired, (0, blocks)]:
-                try:
-                    self._free(event, old)
-                except KVCoreError as error:
-                    failed = failed or error
-            if failed is not None:
-                raise failed
+            _all([partial(self._free, event, old) for event, old in [*retired, (0, blocks)]])
 
-    def _free(self, event: int, blocks: list[DeviceMemory]) -> None:
+    def _free(self, event: int, blocks: Sequence[DeviceMemory | _Held]) -> None:
         if event:
             self.cann.status("aclrtDestroyEvent")(event)
-        failed = None
-        for block in blocks:
-            try:
-                block.free()
-            except KVCoreError as error:  # the others are to be freed all the same
-                failed = failed or error
-        if failed is not None:
-            raise failed
+        _all([block.free for block in blocks])
 
 
 _pools: dict[tuple[int, int, int], Pool] = {}
@@ -198,11 +185,32 @@ def release(cann: Cann, device_id: int, stream: int | None) -> None:
             if pool.cann is cann and key[1] == device_id and stream in (None, key[2])
         ]
         pools = [_pools.pop(key) for key in keys]
-    for pool in pools:
-        pool.release()
+    _all([pool.release for pool in pools])
+
+
+def _all(calls: Iterable[Callable[[], None]]) -> None:
+    """Make every call, whatever the others raise; the first error."""
+    failed = None
+    for call in calls:
+        try:
+            call()
+        except KVCoreError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 Keep = Callable[[Any], object]
+
+
+class _Held:
+    """An array that a launch writes; to "free" it is to let it go."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def free(self) -> None:
+        self._array = None
 
 
 class Room:
@@ -214,7 +222,7 @@ class Room:
         self.stream = stream
         self.keep = keep
         self.pool = None if keep is not None else pool_of(cann, device_id, stream)
-        self._new: list[DeviceMemory] = []
+        self._new: list[DeviceMemory | _Held] = []
 
     def __enter__(self) -> Room:
         if self.pool is not None:
@@ -234,6 +242,11 @@ class Room:
         finally:
             if self.pool is not None:
                 self.pool.lock.release()
+
+    def hold(self, array: Any) -> None:
+        """Let an array live until the launch is done, whoever drops it before."""
+        if array is not None:
+            self._new.append(_Held(array))
 
     def take(self, purpose: str, nbytes: int) -> int:
         """Bytes that only work on this launch's stream touches."""

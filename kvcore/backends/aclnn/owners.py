@@ -105,8 +105,11 @@ class TorchOwner(Owner):
         return tensor, _answer(tensor, rows, place, self.device_id)
 
     def room(self, cann: Cann, stream: int, keep: Keep | None) -> Room:
-        """torch's memory, unless the caller keeps it."""
-        if keep is not None:
+        """torch's memory, but where the caller keeps it, or names a stream that torch does not use.
+
+        Torch hands memory out again in the order of its own stream, which knows no other.
+        """
+        if keep is not None or stream != self.stream():
             return super().room(cann, stream, keep)
         return TorchRoom(cann, self, stream)
 
@@ -121,6 +124,9 @@ class TorchRoom(Room):
         super().__init__(cann, owner.device_id, stream, None)
         self._owner = owner
         self._tensors: list[Any] = []
+
+    def hold(self, array: Any) -> None:
+        """Nothing: torch gives memory back in stream order."""
 
     def take(self, purpose: str, nbytes: int) -> int:
         """Bytes that only work on this launch's stream touches."""

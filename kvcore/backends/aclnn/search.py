@@ -201,7 +201,7 @@ class Search:
         if self.given or named or os.sep not in runtime.path:
             return None
         for parent in list(Path(runtime.path).parents)[1:3]:
-            if (parent / "opp").is_dir():
+            if os.path.isdir(parent / "opp"):  # which never raises
                 return str(parent / "opp")
         return None
 

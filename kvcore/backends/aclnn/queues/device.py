@@ -122,7 +122,7 @@ class AclDevice(Device):
         self._handles = Handles(cann, device_id)
         self._rings = Handles(cann, device_id)
         self._events = Events(cann)
-        self._models = Models(cann)
+        self._models = Models(cann, self._events)
         self._turns = Turns()
         self._heap = Heap(cann, device_id)
         self._buffers: weakref.WeakSet[AclBuffer] = weakref.WeakSet()

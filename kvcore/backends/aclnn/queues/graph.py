@@ -30,6 +30,7 @@ from kvcore.runtime.graph import Capture, Graph
 
 if TYPE_CHECKING:
     from kvcore.backends.aclnn.queues.device import AclDevice
+    from kvcore.backends.aclnn.queues.records import Events
     from kvcore.backends.aclnn.queues.stream import AclStream
     from kvcore.runtime._queue import Queue
     from kvcore.runtime.external import ExternalEvent
@@ -48,14 +49,15 @@ _OP, _RECORD, _WAIT = range(3)
 class Models:
     """The captured graphs of one device, and what they own."""
 
-    def __init__(self, cann: Any) -> None:
+    def __init__(self, cann: Any, events: Events) -> None:
         self._cann = cann
-        self._live: dict[int, list[Any]] = {}
+        self._events = events
+        self._live: dict[int, tuple[list[Any], list[int]]] = {}
         self._gone: deque[int] = deque()
 
-    def add(self, graph: AclGraph, model: int, owned: list[Any]) -> None:
-        """Keep a model, and the memory it uses, until its graph has gone."""
-        self._live[model] = owned
+    def add(self, graph: AclGraph, model: int, owned: list[Any], events: list[int]) -> None:
+        """Keep a model, the memory and the events it uses, until its graph has gone."""
+        self._live[model] = owned, events
         weakref.finalize(graph, self._gone.append, model).atexit = False
 
     def collect(self) -> list[KVCoreError]:
@@ -74,14 +76,19 @@ class Models:
         return errors
 
     def _destroy(self, model: int, errors: list[KVCoreError]) -> None:
-        owned = self._live.pop(model, None)
-        if owned is None:
+        found = self._live.pop(model, None)
+        if found is None:
             return
         try:
             self._cann.aclmdlRIDestroy(model)
         except KVCoreError as error:
             errors.append(bare(error))
+        self.give_back(*found, errors)
+
+    def give_back(self, owned: list[Any], events: list[int], errors: list[KVCoreError]) -> None:
+        """Free what a model that is no more has used."""
         _release(owned, errors)
+        errors += self._events.drop(events)
 
 
 def _release(owned: list[Any], errors: list[KVCoreError]) -> None:
@@ -128,11 +135,13 @@ class AclGraph(Graph):
         with device._bind():
             device._close_errors += device._models.collect()
             owned: list[Any] = []
+            events: list[int] = []
             try:
                 self._event = device._events.make(timing=False)
-                self._model = self._capture(owned)
+                events.append(self._event)
+                self._model = self._capture(owned, events)
             except BaseException as error:
-                _release(owned, device._close_errors)
+                device._models.give_back(owned, events, device._close_errors)
                 if not isinstance(error, KVCoreError) or isinstance(error, CaptureError):
                     raise
                 raise CaptureError(
@@ -141,10 +150,10 @@ class AclGraph(Graph):
                     seen=str(error),
                     code=error.code,
                 ) from error
-            device._models.add(self, self._model, owned)
+            device._models.add(self, self._model, owned, events)
             self.ready = True
 
-    def _capture(self, owned: list[Any]) -> int:
+    def _capture(self, owned: list[Any], made: list[int]) -> int:
         device = self.device
         cann = device._cann
         streams = Handles(cann, device.device_id)
@@ -162,6 +171,7 @@ class AclGraph(Graph):
                     step[3].hand_over(handle, owned.append)
                 elif step[0] == _RECORD:
                     event = events[step[2]] = device._events.make(timing=False)
+                    made.append(event)
                     cann.aclrtRecordEvent(event, handle)
                 else:
                     cann.aclrtStreamWaitEvent(handle, events[step[2]])
@@ -170,18 +180,19 @@ class AclGraph(Graph):
             cann.aclmdlRICaptureEnd(handles[0], ctypes.byref(model))
         except BaseException:
             if begun:
-                self._end_badly(handles[0], set(joined) - {handles[0]})
+                self._end_badly(handles[0], set(joined) - {handles[0]}, made)
             device._close_errors += streams.close(forced=True)
             raise
         device._close_errors += streams.close()
         return model.value or 0
 
-    def _end_badly(self, handle: int, forks: set[int]) -> None:
+    def _end_badly(self, handle: int, forks: set[int], made: list[int]) -> None:
         """An operation could not be captured: join the forks, end the capture, throw it away."""
         device, cann = self.device, self.device._cann
         for fork in forks:
             with contextlib.suppress(KVCoreError):  # the end will fail, but end it will
                 event = device._events.make(timing=False)
+                made.append(event)
                 cann.aclrtRecordEvent(event, fork)
                 cann.aclrtStreamWaitEvent(handle, event)
         model = ctypes.c_void_p()

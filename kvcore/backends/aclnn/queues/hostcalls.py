@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvcore.backends.aclnn.library import thread
 from kvcore.backends.aclnn.structs import HOST_FUNC
 from kvcore.runtime._marks import Failure
 from kvcore.runtime._outside import enter, leave, promise, settle
@@ -43,7 +44,11 @@ _actions: weakref.WeakValueDictionary[int, Action] = weakref.WeakValueDictionary
 def _run(number: int | None) -> None:
     action = _actions.pop(number or 0, None)
     if action is not None:
-        action.run()
+        thread.in_host_function = True
+        try:
+            action.run()
+        finally:
+            thread.in_host_function = False
 
 
 _ENTRY = HOST_FUNC(_run)

@@ -20,15 +20,17 @@ import ctypes
 import itertools
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.backends.aclnn import constants
+from kvcore.backends.aclnn import constants, library
 from kvcore.backends.aclnn.queues.handles import bare
 from kvcore.backends.aclnn.structs import MallocAttribute, MallocConfig
 from kvcore.errors import KVCoreError, ParamInvalidError
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from kvcore.backends.aclnn.queues.device import AclDevice
     from kvcore.runtime._storage import Storage
 
-__all__ = ["AclBuffer", "DeviceArray", "Heap", "Piece"]
+__all__ = ["AclBuffer", "DeviceArray", "Heap", "Held", "Piece"]
 
 PAGE = mmap.PAGESIZE
 #: Pinned bytes kept for the staging of pageable copies.
@@ -84,6 +86,8 @@ class Heap:
         self._spare: dict[int, list[Piece]] = {}
         self._spare_bytes = 0
         self._closed = False
+        # Workers and hosts take and give back; the collector may do so within either.
+        self._lock = threading.RLock()
         self._errors: list[KVCoreError] = []
         self._process = os.getpid()
 
@@ -103,11 +107,12 @@ class Heap:
         """Pinned memory that is used again when it is given back."""
         self.collect()
         size = max(PAGE, 1 << (nbytes - 1).bit_length())
-        spare = self._spare.get(size)
-        if spare:
-            piece = spare.pop()
-            self._spare_bytes -= size
-        else:
+        with self._lock:
+            spare = self._spare.get(size)
+            piece = spare.pop() if spare else None
+            if piece is not None:
+                self._spare_bytes -= size
+        if piece is None:
             got = self._pinned(size)
             piece = Piece("host", got, got, size, 0, reused=True)
         return self._show(piece)[:nbytes]
@@ -196,15 +201,16 @@ class Heap:
         """The last array has gone.  In any thread, perhaps within the collector: no lock here."""
         self._gone.append(number)
         if self._closed and os.getpid() == self._process:
-            # The device was left and this array outlived it; nobody will come by again.
-            with (
-                contextlib.suppress(Exception),
-                self._cann.on_device(self._device_id, giving_back=True),
-            ):
-                self.collect()
+            # The device was left and this array outlived it; nobody will come by again, but for
+            # other devices, whose host function this may be in.
+            _late.append(self)
+            if not library.thread.in_host_function:
+                _collect_late()
 
     def collect(self) -> None:
         """Free what has gone; the device is set on this thread."""
+        if _late and not self._closed:
+            _collect_late()
         while self._gone:
             try:
                 piece = self._live.pop(self._gone.popleft(), None)
@@ -212,17 +218,23 @@ class Heap:
                 return
             if piece is None:
                 continue
-            if piece.reused and not self._closed and self._spare_bytes < MAX_SPARE_BYTES:
-                self._spare.setdefault(piece.nbytes, []).append(piece)
-                self._spare_bytes += piece.nbytes
-            else:
+            if not self._put_by(piece):
                 self._free(piece)
+
+    def _put_by(self, piece: Piece) -> bool:
+        with self._lock:
+            if self._closed or not piece.reused or self._spare_bytes >= MAX_SPARE_BYTES:
+                return False
+            self._spare.setdefault(piece.nbytes, []).append(piece)
+            self._spare_bytes += piece.nbytes
+            return True
 
     def trim(self) -> None:
         """Free everything that nobody uses."""
         self.collect()
-        spare, self._spare = self._spare, {}
-        self._spare_bytes = 0
+        with self._lock:
+            spare, self._spare = self._spare, {}
+            self._spare_bytes = 0
         for pieces in spare.values():
             for piece in pieces:
                 self._free(piece)
@@ -244,12 +256,59 @@ class Heap:
 
         That goes with its last array.  Returns what went wrong.
         """
+        with self._lock:
+            self._closed = True
         self.trim()
-        self._closed = True
         for number, piece in list(self._live.items()):
             if piece.space == "device" and self._live.pop(number, None) is not None:
                 self._free(piece)
         return self._errors
+
+
+class Held:
+    """The memory of a launch's buffers: they may be freed before it is done, or handed over.
+
+    owners: what the launch's arrays belong to; those that are no buffers hold themselves.
+    """
+
+    __slots__ = ("_arrays",)
+
+    def __init__(self, owners: Iterable[object]) -> None:
+        self._arrays = {
+            owner: (owner.storage.array, owner._array)
+            for owner in owners
+            if isinstance(owner, AclBuffer)
+        }
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let this thread see the buffers as they were when the launch was made."""
+        before, _handing_over.held = _handing_over.held, self._arrays
+        try:
+            yield
+        finally:
+            _handing_over.held = before
+
+
+class _HandingOver(threading.local):
+    held: Mapping[Any, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}
+
+
+_handing_over = _HandingOver()
+
+#: Heaps of devices that were left, with something to free.
+_late: deque[Heap] = deque()
+
+
+def _collect_late() -> None:
+    with contextlib.suppress(IndexError):
+        while True:
+            heap = _late.popleft()
+            with (
+                contextlib.suppress(KVCoreError),
+                heap._cann.on_device(heap._device_id, giving_back=True),
+            ):
+                heap.collect()
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,21 +367,26 @@ class AclBuffer(Buffer):
         if not self._lent:
             self._array = stand_in(self._array)
 
+    def _whole_and_view(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """The allocation's bytes and this buffer's array; also while a launch holds them."""
+        held = _handing_over.held.get(self)
+        return (self.storage.array, self._live()) if held is None else held
+
     @property
     def __kvcore_array__(self) -> npt.NDArray[Any]:
         """The memory as a numpy array, for planning; absent for device memory."""
         if self.space == "device":
             raise AttributeError("__kvcore_array__")
-        return self._live()
+        return self._whole_and_view()[1]
 
     @property
     def __kvcore_device_array__(self) -> DeviceArray | None:
         """What operators on the device are told; None for pinned memory, which it cannot use."""
         if self.space == "host":
             return None
-        array = self._live()
+        whole, array = self._whole_and_view()
         device = self.device
-        memory = self.storage.array.base
+        memory: Any = whole.base
         piece: Piece = memory.piece
         shift = piece.seen_at - piece.address
         return DeviceArray(

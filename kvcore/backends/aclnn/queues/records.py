@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,7 +46,7 @@ class Events:
     def __init__(self, cann: Any) -> None:
         self._cann = cann
         self._idle: tuple[deque[int], deque[int]] = (deque(), deque())
-        self._all: list[int] = []
+        self._all: dict[int, None] = {}
 
     def lend(self, record: Record, timing: bool) -> int:
         """A handle for as long as the record lives."""
@@ -59,26 +59,31 @@ class Events:
         return handle
 
     def make(self, timing: bool) -> int:
-        """A new handle, destroyed with the device."""
+        """A new handle, destroyed by ``drop`` or with the device."""
         found = ctypes.c_void_p()
         flag = constants.ACL_EVENT_SYNC | (constants.ACL_EVENT_TIME_LINE if timing else 0)
         self._cann.aclrtCreateEventExWithFlag(ctypes.byref(found), flag)
         handle = found.value or 0
-        self._all.append(handle)
+        self._all[handle] = None
         return handle
 
-    def close(self) -> list[KVCoreError]:
-        """Destroy every event; what went wrong."""
-        handles, self._all = self._all, []
-        for idle in self._idle:
-            idle.clear()
+    def drop(self, handles: Iterable[int]) -> list[KVCoreError]:
+        """Destroy events that nothing waits for any more; what went wrong."""
         errors: list[KVCoreError] = []
         for handle in handles:
+            if self._all.pop(handle, handle) is not None:
+                continue  # went before
             try:
                 self._cann.aclrtDestroyEvent(handle)
             except KVCoreError as error:
                 errors.append(bare(error))
         return errors
+
+    def close(self) -> list[KVCoreError]:
+        """Destroy every event; what went wrong."""
+        for idle in self._idle:
+            idle.clear()
+        return self.drop(list(self._all))
 
 
 class Record:

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,6 +18,7 @@ from kvcore.backends.aclnn import launch as operators
 from kvcore.backends.aclnn import status
 from kvcore.backends.aclnn.queues.handles import bare
 from kvcore.backends.aclnn.queues.hostcalls import HostCall
+from kvcore.backends.aclnn.queues.memory import Held
 from kvcore.backends.aclnn.queues.records import TIMEOUTS, AclEvent, Dependency, Record, record_of
 from kvcore.backends.aclnn.queues.transfers import Transfer
 from kvcore.errors import BackendUnavailableError, KVCoreError, ParamInvalidError
@@ -43,13 +44,14 @@ GLANCE_MS = 1
 class _Work:
     """An operation as the queue has it: the plan for whoever asks about it, and how it is run."""
 
-    __slots__ = ("_losses", "_plan", "_stream", "name")
+    __slots__ = ("_held", "_losses", "_plan", "_stream", "name")
 
-    def __init__(self, stream: AclStream, plan: Any, name: str | None = None) -> None:
+    def __init__(self, stream: AclStream, plan: Any, owners: Iterable[object] = ()) -> None:
         self._losses = stream.losses
         self._stream = stream
         self._plan = plan
-        self.name = name or _name(plan)
+        self._held = Held(owners)
+        self.name = _name(plan)
 
     def __getattr__(self, attribute: str) -> Any:
         return getattr(self._plan, attribute)  # reads, writes, touched, arrays, ...
@@ -71,13 +73,14 @@ class _Work:
 
     def hand_over(self, handle: int, keep: Callable[[Any], object]) -> None:
         """Run the plan, which puts its kernels on the stream."""
-        keep(self._plan)
+        keep(self)
         # The operators keep their workspace by stream, but in a capture.
         sink = None if keep == self._stream._took else keep
         device = self._stream.device
         with (
             device._turns.of(self._plan),
             operators.onto(stream=handle, device_id=device.device_id, keep=sink),
+            self._held.in_use(),
         ):
             self._plan.run()
 
@@ -188,10 +191,10 @@ class AclStream(Stream):
         if hasattr(plan, "reads") and hasattr(plan, "writes"):
             arrays = getattr(plan, "arrays", None)
             if isinstance(arrays, tuple):
-                super().launch(_Arrays(self, plan))
+                super().launch(_Arrays(self, plan, arrays))
                 return
-            if plan.reads or plan.writes:
-                super().launch(_Accesses(self, plan))
+            if accesses := (*plan.reads, *plan.writes):
+                super().launch(_Accesses(self, plan, [access.owner for access in accesses]))
                 return
         self._call_named(plan.run, (), _name(plan))
 
