@@ -305,6 +305,14 @@ def test_copy_2d(double: Double) -> None:
     bad = (size(3), source, size(4), size(4), size(3), H2D)
     assert double.rt("aclrtMemcpy2d", pointer(address), *bad) == 107000
     noticed(double, "[1.4]", "width")
+    wide = (size(5000001), source, size(5000001), size(5000001), size(1), H2D)
+    assert double.rt("aclrtMemcpy2d", pointer(address), *wide) == 100000
+    noticed(double, "[1.4]", "over the limit")
+    double.runtime.kvdouble_quirk(b"no_2d_on_device", True)
+    within = (size(16), pointer(address), size(16), size(4), size(1), 3)
+    assert double.rt("aclrtMemcpy2d", pointer(address), *within) == 100000
+    assert double.rt("aclrtMemcpy2d", pointer(address), *two) == 0
+    double.runtime.kvdouble_quirk(b"no_2d_on_device", False)
     double.free(address)
 
 

@@ -13,7 +13,7 @@ from npu_fixtures import a3 as a3
 from npu_fixtures import machine as machine
 
 import kvcore
-from kvcore.backends.aclnn import launch, library, options
+from kvcore.backends.aclnn import copies, launch, library, options
 from kvcore.backends.aclnn.copies import joined
 from kvcore.backends.aclnn.device_arrays import DeviceArray
 from kvcore.errors import BackendUnavailableError, ParamInvalidError, SlotRangeError
@@ -73,6 +73,26 @@ def test_slices_of_a_fused_tensor(machine: str, double: Double) -> None:
     agrees("scatter_pa_kv_cache", norm(key=fused[:, 1], value=fused[:, 2]))
     copied = called(double, "aclrtMemcpy2dAsync")
     assert len(copied) == (0 if machine == "950" else 2)  # its kernels honour outer strides
+
+
+@pytest.mark.parametrize("how", ["refused", "not there", "too wide", "too high"])
+def test_a_cann_that_copies_rows_alone(
+    a3: Double, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Before 9.0, CANN copies in two dimensions between host and device only."""
+    if how == "refused":
+        a3.runtime.kvdouble_quirk(b"no_2d_on_device", True)
+    elif how == "not there":
+        monkeypatch.setitem(library.current()._homes, "aclrtMemcpy2dAsync", None)
+    else:
+        monkeypatch.setattr(copies, "MAX_WIDTH" if how == "too wide" else "MAX_HEIGHT", 1)
+    fused = filled(T, 3, H, D)
+    for _ in range(2):
+        agrees("scatter_pa_kv_cache", norm(key=fused[:, 1], value=fused[:, 2]))
+    assert len(called(a3, "aclrtMemcpyAsync")) == 4 * T
+    # That it is refused is found out once.
+    assert len(called(a3, "aclrtMemcpy2dAsync")) == (how == "refused")
+    a3.runtime.kvdouble_quirk(b"no_2d_on_device", False)
 
 
 def test_heads_that_lie_apart(machine: str, double: Double) -> None:

@@ -2,7 +2,9 @@
 """Copies of strided arrays into contiguous memory, in the order of a stream.
 
 A kernel that ignores strides gets a copy.  Axes that lie behind one another are joined, the
-innermost two become one two-dimensional copy, and the rest a loop over such copies.
+innermost two become one two-dimensional copy, and the rest a loop over such copies.  A CANN that
+copies in two dimensions between host and device alone (all before 9.0) gets a copy a row.
+Source: the manual pages of aclrtMemcpy2dAsync of CANN 8.0 to 9.1.
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ from kvcore.backends.aclnn.constants import (
     ACL_MEMCPY_HOST_TO_DEVICE,
 )
 from kvcore.backends.aclnn.library import Cann
-from kvcore.errors import fail
+from kvcore.errors import KVCoreError, fail
 
 __all__ = ["gather", "joined", "to_device", "to_host"]
 
 #: A queue of more copies than this for one argument costs more than the call is worth.
 MAX_COPIES = 4096
+#: Bytes of a row and rows that aclrtMemcpy2dAsync takes at most.
+MAX_WIDTH, MAX_HEIGHT = 5_000_000, 5 << 20
+#: How a CANN says that it copies nothing in two dimensions within a device.
+NOT_WITHIN_A_DEVICE = (100000, 107000, 200001, 200006, 207000)
 
 
 def joined(
@@ -49,8 +55,8 @@ def gather(cann: Cann, argument: Argument, address: int, stream: int) -> None:
         return
     run, axes = joined(argument.shape, argument.strides, argument.itemsize)
     rows, pitch = axes.pop() if axes else (1, run)
-    flat = pitch < run  # rows that overlap, or lie backwards: no pitch for a 2-D copy
-    if flat:
+    # Rows that overlap, or lie backwards, have no pitch.
+    if pitch < run or run > MAX_WIDTH or rows > MAX_HEIGHT or not _in_two_dimensions(cann):
         axes.append((rows, pitch))
         rows, pitch = 1, run
     copies = math.prod(n for n, _ in axes)
@@ -68,10 +74,21 @@ def gather(cann: Cann, argument: Argument, address: int, stream: int) -> None:
         if rows == 1:
             cann.aclrtMemcpyAsync(place, run, start, run, ACL_MEMCPY_DEVICE_TO_DEVICE, stream)
         else:
-            cann.aclrtMemcpy2dAsync(
-                place, run, start, pitch, run, rows, ACL_MEMCPY_DEVICE_TO_DEVICE, stream
-            )
+            try:
+                cann.aclrtMemcpy2dAsync(
+                    place, run, start, pitch, run, rows, ACL_MEMCPY_DEVICE_TO_DEVICE, stream
+                )
+            except KVCoreError as error:
+                if error.code not in NOT_WITHIN_A_DEVICE:
+                    raise
+                cann.copies_in_two_dimensions = False
+                gather(cann, argument, address, stream)
+                return
         place += run * rows
+
+
+def _in_two_dimensions(cann: Cann) -> bool:
+    return cann.copies_in_two_dimensions and cann.has("aclrtMemcpy2dAsync")
 
 
 def to_device(cann: Cann, address: int, source: int, nbytes: int) -> None:

@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             counts[verdict] += 1
             proves = f" [{case.proves}]" if case.proves else ""
             print(f"{verdict:8}{case.name}{proves}{text}", flush=True)
-    print("\n" + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    by = "in two dimensions" if library.current().copies_in_two_dimensions else "a row at a time"
+    print(f"\nstrided arrays were copied {by}")
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     return OK if counts["PASS"] and not counts["FAIL"] else DIFFERS
 
 

@@ -173,7 +173,13 @@ int aclrtMemcpyAsync(void *dst, size_t most, const void *src, size_t count, int 
     return leave(code ? code : copy_later(&piece, dst, most, src, count, kind, stream));
 }
 
-static int check_2d(struct piece *p, size_t *dst_span, size_t *src_span) {
+// The limits are those of the function's manual page, which also says that CANN before 9.0 copies
+// between host and device alone.
+static int check_2d(struct piece *p, int kind, size_t *dst_span, size_t *src_span) {
+    if (kvd_settings.quirk_no_2d && kind == D2D) return INVALID_PARAM;
+    if (p->width > 5000000 || p->height > 5242880)
+        return violate(INVALID_PARAM, "1.4", "width %zu or height %zu is over the limit", p->width,
+                       p->height);
     if (!p->width || !p->height || p->width > p->dst_pitch || p->width > p->src_pitch)
         return violate(RT_PARAM_INVALID, "1.4", "width %zu, height %zu, pitches %zu and %zu", p->width,
                        p->height, p->dst_pitch, p->src_pitch);
@@ -189,7 +195,7 @@ int aclrtMemcpy2d(void *dst, size_t dpitch, const void *src, size_t spitch, size
     struct piece piece = {.width = width, .height = height, .dst_pitch = dpitch, .src_pitch = spitch};
     size_t spans[2];
     enum place place[2];
-    if (!code) code = check_2d(&piece, &spans[0], &spans[1]);
+    if (!code) code = check_2d(&piece, kind, &spans[0], &spans[1]);
     if (!code) code = check_copy(dst, spans[0], src, spans[1], kind, place, &piece);
     if (!code) check_idle(dst, "dst"), check_idle(src, "src");
     return leave(code ? code : now(&piece));
@@ -201,7 +207,7 @@ int aclrtMemcpy2dAsync(void *dst, size_t dpitch, const void *src, size_t spitch,
                      src, spitch, width, height, kind, stream);
     struct piece piece = {.width = width, .height = height, .dst_pitch = dpitch, .src_pitch = spitch};
     size_t spans[2];
-    if (!code) code = check_2d(&piece, &spans[0], &spans[1]);
+    if (!code) code = check_2d(&piece, kind, &spans[0], &spans[1]);
     return leave(code ? code : copy_later(&piece, dst, spans[0], src, spans[1], kind, stream));
 }
 

@@ -339,6 +339,7 @@ int kvdouble_quirk(const char *name, bool on) {
     if (!strcmp(name, "negative_slots")) quirk = &kvd_settings.quirk_negative;
     if (!strcmp(name, "no_nct_950")) quirk = &kvd_settings.quirk_no_nct_950;
     if (!strcmp(name, "nz_seq_offset")) quirk = &kvd_settings.quirk_offset_nz;
+    if (!strcmp(name, "no_2d_on_device")) quirk = &kvd_settings.quirk_no_2d;
     if (!quirk) return -1;
     CONTROL(*quirk = on);
     return 0;

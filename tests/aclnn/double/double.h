@@ -78,7 +78,7 @@ struct settings {
     uint64_t capacity;         // bytes of one device
     bool eager, hold, poison;  // see README.md
     uint64_t workspace_extra;
-    bool quirk_negative, quirk_no_nct_950, quirk_offset_nz;
+    bool quirk_negative, quirk_no_nct_950, quirk_offset_nz, quirk_no_2d;
 };
 extern struct settings kvd_settings;
 extern const char *const kvd_built_soc;  // from the generated settings.c
