@@ -46,7 +46,7 @@ class Events:
     def __init__(self, cann: Any) -> None:
         self._cann = cann
         self._idle: tuple[deque[int], deque[int]] = (deque(), deque())
-        self._all: dict[int, None] = {}
+        self._all: set[int] = set()
 
     def lend(self, record: Record, timing: bool) -> int:
         """A handle for as long as the record lives."""
@@ -64,15 +64,16 @@ class Events:
         flag = constants.ACL_EVENT_SYNC | (constants.ACL_EVENT_TIME_LINE if timing else 0)
         self._cann.aclrtCreateEventExWithFlag(ctypes.byref(found), flag)
         handle = found.value or 0
-        self._all[handle] = None
+        self._all.add(handle)
         return handle
 
     def drop(self, handles: Iterable[int]) -> list[KVCoreError]:
         """Destroy events that nothing waits for any more; what went wrong."""
         errors: list[KVCoreError] = []
         for handle in handles:
-            if self._all.pop(handle, handle) is not None:
-                continue  # went before
+            if handle not in self._all:
+                continue
+            self._all.discard(handle)
             try:
                 self._cann.aclrtDestroyEvent(handle)
             except KVCoreError as error:
