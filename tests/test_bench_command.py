@@ -110,3 +110,8 @@ def test_every_case_moves_the_bytes_it_says() -> None:
         for function in functions.values():
             function()
         assert {"kvcore", "copyto"} <= functions.keys()
+
+
+def test_pytest_finds_the_benchmarks_in_their_folder(request: pytest.FixtureRequest) -> None:
+    patterns = request.config.getini("python_files")
+    assert any(Path("bench/bench_cases.py").match(pattern) for pattern in patterns)
