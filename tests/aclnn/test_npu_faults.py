@@ -20,6 +20,7 @@ from npu_fixtures import a3 as a3
 
 import kvcore
 from kvcore.backends.aclnn import launch, library, options, status
+from kvcore.backends.aclnn.library import PHASE_ONE
 from kvcore.errors import (
     BackendUnavailableError,
     DeviceOutOfMemoryError,
@@ -112,6 +113,41 @@ def test_each_call_may_fail(a3: Double) -> None:
     a3.start()
     launch.memory._pools.clear()
     library.forget()
+
+
+@pytest.mark.parametrize("phase", ["_phase_one", "_phase_two"])
+def test_an_interrupt_as_soon_as_a_phase_is_back(
+    a3: Double, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    placed = calls.Placed(**arrays())
+    plan = kvcore.plan_scatter_pa_kv_cache(**placed.arrays)
+    plan.run()
+    settle()
+    live = a3.live()
+    bind = library.Cann._bind
+    name = "aclnnScatterPaKvCache" + (PHASE_ONE if phase == "_phase_one" else "")
+
+    def interrupted(self: library.Cann, called: str, checked: bool) -> Any:
+        function = bind(self, called, checked)
+        if called != name:
+            return function
+
+        def call(*given: Any) -> None:
+            function(*given)
+            raise KeyboardInterrupt
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(library.Cann, "_bind", interrupted)
+        vars(library.current()).pop(name)
+        again = kvcore.plan_scatter_pa_kv_cache(**placed.arrays)
+        with pytest.raises(KeyboardInterrupt):
+            again.run()
+    vars(library.current()).pop(name)
+    settle()
+    assert a3.live() == live, a3.live_text()
+    placed.free()
 
 
 @pytest.mark.parametrize("code", [code for code in CODES if code not in range(100000, 161001)])

@@ -8,6 +8,7 @@ from double.direct import Double
 from npu_fixtures import machine as machine
 
 from kvcore.backends.aclnn import library, scatter, selftest
+from kvcore.errors import ParamInvalidError
 
 
 def test_it_passes(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,3 +54,14 @@ def test_it_cannot_run_without_cann(
     assert selftest.main([]) == selftest.CANNOT_RUN
     assert "CANNOT RUN: no CANN runtime library found" in capsys.readouterr().out
     library.forget()
+
+
+@pytest.mark.parametrize("device", ["1", "-1", str(2**32), str(10**20)])
+def test_there_is_no_such_device(
+    machine: str, capsys: pytest.CaptureFixture[str], device: str
+) -> None:
+    assert selftest.main(["--device", device]) == selftest.CANNOT_RUN
+    said = capsys.readouterr().out
+    assert f"CANNOT RUN: --device: expected a device from 0 to 0, got {device}" in said
+    with pytest.raises(ParamInvalidError, match="device"):
+        library.current().set_device(int(device))

@@ -29,7 +29,7 @@ from kvcore.backends.aclnn.selection import SelectionCall
 from kvcore.backends.aclnn.tensors import Handles
 from kvcore.backends.aclnn.update import UpdateCall
 from kvcore.backends.aclnn.values import Values
-from kvcore.errors import ParamInvalidError, fail
+from kvcore.errors import KVCoreError, ParamInvalidError, fail
 
 __all__ = ["CALLS", "Launch", "memory", "onto", "prepare", "release"]
 
@@ -186,11 +186,16 @@ class Launch:
 
     def _run(self, words: list[Any], room: Room, stream: int) -> None:
         size, executor = ctypes.c_uint64(0), ctypes.c_void_p()
-        self._phase_one(*words, ctypes.byref(size), ctypes.byref(executor))
+        sized = reached = False
         try:
+            self._phase_one(*words, ctypes.byref(size), ctypes.byref(executor))
+            sized = True
             workspace = room.take("workspace", size.value) if size.value else None
-        except BaseException:
-            # Phase two will not have it.
-            self._cann.status("aclDestroyAclOpExecutor")(executor)
+            reached = True
+            self._phase_two(workspace, size.value, executor, stream)
+        except BaseException as error:
+            # Phase two will not have it.  (An interrupt may come as soon as phase one is back.)
+            made = sized or not isinstance(error, KVCoreError)
+            if made and executor.value and not reached:
+                self._cann.status("aclDestroyAclOpExecutor")(executor)
             raise
-        self._phase_two(workspace, size.value, executor, stream)

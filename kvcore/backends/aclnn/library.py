@@ -22,7 +22,7 @@ from kvcore.backends.aclnn.constants import (
     ACL_SUCCESS,
 )
 from kvcore.backends.aclnn.search import ENVIRONMENT, SETTINGS, Found, Search
-from kvcore.errors import BackendUnavailableError, KVCoreError, StreamError
+from kvcore.errors import BackendUnavailableError, KVCoreError, StreamError, fail
 
 __all__ = ["Cann", "OnDevice", "current", "forget", "last_search", "thread", "why_not"]
 
@@ -161,6 +161,8 @@ class Cann:
     def set_device(self, device_id: int) -> None:
         """Give this OS thread the device for good: for threads of one's own."""
         self.refuse_to_call()
+        if not 0 <= device_id < 2**31:  # ctypes would cut it
+            fail("device_id", "a device's number", device_id)
         self.aclrtSetDevice(device_id)
 
     def context(self) -> int:

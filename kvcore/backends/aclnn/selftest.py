@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in _lines(report.details()):
         print(_printable(line))
     reason = kvcore.backends.why_not("aclnn")
+    if reason is None and options.device not in range(count := library.current().device_count()):
+        reason = f"--device: expected a device from 0 to {count - 1}, got {options.device}"
     if reason is not None:
         print(f"\nCANNOT RUN: {_printable(reason)}")
         return CANNOT_RUN
@@ -54,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             counts[verdict] += 1
             proves = f" [{case.proves}]" if case.proves else ""
             print(f"{verdict:8}{case.name}{proves}{text}", flush=True)
-    by = "in two dimensions" if library.current().copies_in_two_dimensions else "a row at a time"
-    print(f"\nstrided arrays were copied {by}")
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    if not library.current().copies_in_two_dimensions:
+        print("\nthis CANN copies strided arrays a row at a time")
+    print("\n" + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     return OK if counts["PASS"] and not counts["FAIL"] else DIFFERS
 
 
