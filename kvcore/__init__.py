@@ -10,7 +10,17 @@ operators (kvcore.torch) are imported when they are asked for.
 
 from typing import Any
 
-from kvcore import backends, errors, isa, layout
+try:
+    from kvcore import backends, errors, isa, layout
+except ModuleNotFoundError as missing:
+    if not (missing.name or "").startswith("kvcore."):
+        raise
+    # Python looks in the directory it is started in first, so a clone hides what is installed.
+    raise ModuleNotFoundError(
+        f"{missing.name}: not compiled for this Python in {__path__[0]}; run `pip install -e .`"
+        " beside that folder, or start Python in another directory if kvcore is installed",
+        name=missing.name,
+    ) from None
 from kvcore.about import info
 from kvcore.errors import (
     BackendUnavailableError,

@@ -72,6 +72,14 @@ def test_readme_opens_with_the_two_commands() -> None:
     assert install_and_test.startswith("pip install -e '.[test]' && python -m pytest")
 
 
+def test_sources_that_are_not_compiled_say_so(sources: Path) -> None:
+    done = run(sources, "-c", "import kvcore")
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("ModuleNotFoundError: kvcore._")
+    assert f"not compiled for this Python in {sources / 'kvcore'}; run `pip install -e .`" in said
+
+
 # ---------------------------------------------------------------- source archive
 def test_source_archive_is_made_without_cython_and_is_complete(sources: Path) -> None:
     program = (

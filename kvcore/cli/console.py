@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
-__all__ = ["output"]
+__all__ = ["output", "show"]
+
+#: Of lines where nobody folds them.
+UNFOLDED = 10_000
 
 
 def output() -> Console:
@@ -20,3 +25,15 @@ def output() -> Console:
             raise  # rich calls this while it handles the BrokenPipeError, and would exit with 1
 
     return Output()
+
+
+def show(table: Table) -> None:
+    """Print a table: as wide as the terminal is; a line each row in a pipe or a file."""
+    console = output()
+    if console.is_terminal or "COLUMNS" in os.environ:
+        console.print(table)
+        return
+    console.width = UNFOLDED
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))

@@ -88,7 +88,7 @@ def _print_sweep(reports: dict[str, dict[str, Any]]) -> None:
     from rich import box
     from rich.table import Table
 
-    from kvcore.cli.console import output
+    from kvcore.cli.console import show
 
     table = Table(box=box.SIMPLE_HEAD, title="kvcore replay, sweep", title_justify="left")
     table.add_column("point", no_wrap=True)
@@ -105,4 +105,4 @@ def _print_sweep(reports: dict[str, dict[str, Any]]) -> None:
             f"{r['bytes']['h2d'] / 1e9:,.2f}",
             f"{r['rows']['real_share']:.2%}",
         )
-    output().print(table)
+    show(table)

@@ -125,7 +125,7 @@ def _print_table(rows: Sequence[tuple[str, str]], interrupted: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from kvcore.cli.console import output
+    from kvcore.cli.console import show
 
     title = "kvcore replay, offload" + (" (interrupted: so far)" if interrupted else "")
     table = Table(box=box.SIMPLE_HEAD, show_header=False, title=title, title_justify="left")
@@ -133,7 +133,7 @@ def _print_table(rows: Sequence[tuple[str, str]], interrupted: bool) -> None:
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(name, Text(value))
-    output().print(table)
+    show(table)
 
 
 def table_rows(report: OffloadReport, source: str) -> list[tuple[str, str]]:

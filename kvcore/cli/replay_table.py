@@ -17,7 +17,7 @@ def print_report(report: ReplayReport, source: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from kvcore.cli.console import output
+    from kvcore.cli.console import show
 
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -29,7 +29,7 @@ def print_report(report: ReplayReport, source: str) -> None:
     table.add_column(overflow="fold")
     for name, value in _rows(report, source):
         table.add_row(name, Text(value))  # Text: a file's name may look like markup
-    output().print(table)
+    show(table)
 
 
 def _rows(report: ReplayReport, source: str) -> list[tuple[str, str]]:

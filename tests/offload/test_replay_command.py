@@ -328,3 +328,21 @@ def test_the_real_trace(layout: str, capsys: pytest.CaptureFixture[str]) -> None
     assert result["verified"] == {"samples": 1000, "mismatches": []}
     seen = result["tokens"]["prefill"] + result["tokens"]["decode"] + result["prefix"]["hit_tokens"]
     assert seen == result["tokens"]["total"]
+
+
+def test_only_a_terminal_or_columns_fold_the_table(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["replay", trace, "--verify-samples", "5"]
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(arguments) == 0
+    unfolded = capsys.readouterr().out.splitlines()
+    model = "tiny: 2 layers, 2 heads of 64 + 64 bfloat16, 1,024 bytes a token"
+    assert f"  model            {model}" in unfolded
+    assert [line for line in unfolded if line != line.rstrip()] == []
+
+    monkeypatch.setenv("COLUMNS", "50")
+    assert main(arguments) == 0
+    folded = capsys.readouterr().out
+    assert max(map(len, folded.splitlines())) <= 50
+    assert table(folded)["model"] == model

@@ -94,7 +94,7 @@ def _print(measured: list[Measurement], before: dict[str, Any]) -> None:
     from rich import box
     from rich.table import Table
 
-    from kvcore.cli.console import output
+    from kvcore.cli.console import show
 
     table = Table(box=box.SIMPLE)
     table.add_column("case", overflow="fold")
@@ -113,7 +113,7 @@ def _print(measured: list[Measurement], before: dict[str, Any]) -> None:
         if before:
             row.append(_change(one, before.get(one.name)))
         table.add_row(*row)
-    output().print(table)
+    show(table)
 
 
 def _time(nanoseconds: float) -> str:
