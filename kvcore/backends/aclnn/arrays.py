@@ -33,6 +33,8 @@ class Argument:
     dtype: of the stored items.  element: what the operator takes the items for.
     source: the caller's object.  device_id: None for host memory.
     key: the same for all arrays of one kvcore.Device; None for those of no Device.
+    host_address: where the host, and every copy, finds memory of the host that a kernel uses by
+    another address; None for memory of the device.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Argument:
     source: Any
     element: DType | None = None
     key: object = None
+    host_address: int | None = None
     #: What its aclTensor is made of, from the first time on; a replaced argument has none yet.
     described: tuple[Any, ...] | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -75,12 +78,18 @@ class Argument:
             base=address,
             storage_bytes=max(self.nbytes, 1),
             on_device=True,
+            host_address=None,
         )
 
     def seen_as(self, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> Argument:
         """Another view of the same storage, ``offset`` bytes behind this one's first element."""
+        host = self.host_address
         return replace(
-            self, shape=tuple(shape), strides=tuple(strides), address=self.address + offset
+            self,
+            shape=tuple(shape),
+            strides=tuple(strides),
+            address=self.address + offset,
+            host_address=None if host is None else host + offset,
         )
 
 
@@ -141,6 +150,7 @@ def read_all(plan: Plan) -> tuple[Argument | None, ...]:
             source,
             info.dtype,
             key,
+            _host_address(source) if info.on_device else None,
         )
         if info.on_device:
             first = first or one
@@ -158,6 +168,12 @@ def _storage(source: Any) -> tuple[int, int, int, object]:
         return described.base, described.storage_bytes, described.device_id, key
     storage = source.untyped_storage()
     return storage.data_ptr(), storage.nbytes(), source.device.index or 0, None
+
+
+def _host_address(source: Any) -> int | None:
+    described = getattr(source, "__kvcore_device_array__", None)
+    found: int | None = getattr(described, "host_address", None)
+    return found
 
 
 def _beside(one: Argument, first: Argument) -> None:

@@ -55,8 +55,11 @@ def gather(cann: Cann, argument: Argument, address: int, stream: int) -> None:
         return
     run, axes = joined(argument.shape, argument.strides, argument.itemsize)
     rows, pitch = axes.pop() if axes else (1, run)
+    source, kind = argument.address, ACL_MEMCPY_DEVICE_TO_DEVICE
+    if argument.host_address is not None:
+        source, kind = argument.host_address, ACL_MEMCPY_HOST_TO_DEVICE
     # Rows that overlap, or lie backwards, have no pitch.
-    if pitch < run or run > MAX_WIDTH or rows > MAX_HEIGHT or not _in_two_dimensions(cann):
+    if pitch < run or run > MAX_WIDTH or rows > MAX_HEIGHT or not _in_two_dimensions(cann, kind):
         axes.append((rows, pitch))
         rows, pitch = 1, run
     copies = math.prod(n for n, _ in axes)
@@ -68,18 +71,15 @@ def gather(cann: Cann, argument: Argument, address: int, stream: int) -> None:
         )
     place = address
     for index in itertools.product(*(range(n) for n, _ in axes)):
-        start = argument.address + sum(
-            i * stride for i, (_, stride) in zip(index, axes, strict=True)
-        )
+        start = source + sum(i * stride for i, (_, stride) in zip(index, axes, strict=True))
         if rows == 1:
-            cann.aclrtMemcpyAsync(place, run, start, run, ACL_MEMCPY_DEVICE_TO_DEVICE, stream)
+            cann.aclrtMemcpyAsync(place, run, start, run, kind, stream)
         else:
             try:
-                cann.aclrtMemcpy2dAsync(
-                    place, run, start, pitch, run, rows, ACL_MEMCPY_DEVICE_TO_DEVICE, stream
-                )
+                cann.aclrtMemcpy2dAsync(place, run, start, pitch, run, rows, kind, stream)
             except KVCoreError as error:
-                if error.code not in NOT_WITHIN_A_DEVICE:
+                within = kind == ACL_MEMCPY_DEVICE_TO_DEVICE
+                if not within or error.code not in NOT_WITHIN_A_DEVICE:
                     raise
                 cann.copies_in_two_dimensions = False
                 gather(cann, argument, address, stream)
@@ -87,8 +87,9 @@ def gather(cann: Cann, argument: Argument, address: int, stream: int) -> None:
         place += run * rows
 
 
-def _in_two_dimensions(cann: Cann) -> bool:
-    return cann.copies_in_two_dimensions and cann.has("aclrtMemcpy2dAsync")
+def _in_two_dimensions(cann: Cann, kind: int) -> bool:
+    possible = cann.copies_in_two_dimensions or kind != ACL_MEMCPY_DEVICE_TO_DEVICE
+    return possible and cann.has("aclrtMemcpy2dAsync")
 
 
 def to_device(cann: Cann, address: int, source: int, nbytes: int) -> None:

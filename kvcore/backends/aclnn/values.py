@@ -9,6 +9,7 @@ same copy goes to the device.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -80,7 +81,10 @@ class Values:
             if not _of(self._call.arguments[i]).on_device or target.nbytes == 0:
                 continue
             if names is None or one.name in names:
-                copies.to_host(cann, target.ctypes.data, one.address, target.nbytes)
+                if one.host_address is None:
+                    copies.to_host(cann, target.ctypes.data, one.address, target.nbytes)
+                else:
+                    ctypes.memmove(target.ctypes.data, one.host_address, target.nbytes)
 
     def check(self) -> None:
         """Raise the operator's errors about values, and for values this machine gets wrong."""

@@ -317,7 +317,7 @@ class DeviceArray:
 
     address: of element 0, as the device has it; strides: bytes; base, storage_bytes: the whole
     allocation; stream: the aclrtStream to run on when nobody names one; key: the same for all
-    arrays of one device.
+    arrays of one device; host_address: the host's address of element 0 of swapped memory.
     """
 
     address: int
@@ -332,6 +332,7 @@ class DeviceArray:
     stream: int
     key: object
     device: AclDevice
+    host_address: int | None = None
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> AclBuffer:
         """A new buffer on the same device, for what an operator returns."""
@@ -402,6 +403,7 @@ class AclBuffer(Buffer):
             stream=device._direct_stream(),
             key=device._key,
             device=device,
+            host_address=array.ctypes.data if piece.space == "swapped" else None,
         )
 
     def _again(self, found: Buffer) -> AclBuffer:
