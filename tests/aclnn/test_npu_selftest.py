@@ -7,7 +7,7 @@ import pytest
 from double.direct import Double
 from npu_fixtures import machine as machine
 
-from kvcore.backends.aclnn import library, scatter, selftest
+from kvcore.backends.aclnn import launch, library, scatter, selftest
 from kvcore.errors import ParamInvalidError
 
 
@@ -65,3 +65,15 @@ def test_there_is_no_such_device(
     assert f"CANNOT RUN: --device: expected a device from 0 to 0, got {device}" in said
     with pytest.raises(ParamInvalidError, match="device"):
         library.current().set_device(int(device))
+
+
+def test_a_case_whose_end_is_refused_leaves_nothing(
+    machine: str, double: Double, capsys: pytest.CaptureFixture[str]
+) -> None:
+    double.fail("aclrtSynchronizeDevice", 0, 507000)
+    assert selftest.main(["--only", "GatherPaKvCache, Norm"]) == selftest.DIFFERS
+    double.runtime.kvdouble_fail_never()
+    assert "0 PASS, 1 FAIL" in capsys.readouterr().out
+    library.current().aclrtSynchronizeDevice()
+    launch.release(None, 0)
+    assert double.live("device_memory") == 0, double.live_text()

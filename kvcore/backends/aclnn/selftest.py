@@ -101,9 +101,12 @@ def _run(case: Case, device_id: int) -> tuple[dict[str, Any], dict[str, Any], An
             answer.free()
             return wanted, seen, returned, lengths
     finally:
-        library.current().aclrtSynchronizeDevice()
-        for array in made.values():
-            array.free()
+        try:
+            with library.current().on_device(device_id, giving_back=True):
+                library.current().aclrtSynchronizeDevice()
+        finally:
+            for array in made.values():
+                array.free()
     return wanted, seen, None, None
 
 
