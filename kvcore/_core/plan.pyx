@@ -24,7 +24,7 @@ from kvcore._core import overlap, portability, settings
 from kvcore._core.arrays cimport CHANGED, FOREIGN, ON_DEVICE, View, compare, info_of, read_view
 from kvcore._core.spans cimport one_range
 from kvcore._kernels.parallel cimport parallel_threshold
-from kvcore.errors import ParamInvalidError, StreamError
+from kvcore.errors import BackendUnavailableError, ParamInvalidError, StreamError
 
 cdef extern from "unistd.h":
     char** environ  # declared with _GNU_SOURCE, which Python.h defines
@@ -266,15 +266,28 @@ cdef class Plan:
         return self.spec.execute(self)
 
     def check_values(self):
-        """Check the contents as run() does, and move nothing."""
+        """Check the contents as run() does, and move nothing.
+
+        What the backend prepared does so itself where it has a check_values(), as for arrays that
+        the host cannot read.
+        """
         self.borrow(False)
 
     def run_on_cpu(self):
-        """Run this library's own kernels whatever the backend; for backends to call."""
+        """Run this library's own kernels whatever the backend; for backends to call.
+
+        Raises BackendUnavailableError for arrays on a device.
+        """
         return self.borrow(True)
 
     cdef object borrow(self, bint execute):
-        cdef int state = LENT if self.enter() else IDLE
+        cdef int i, state = LENT if self.enter() else IDLE
+        if execute and self.backend is not None:
+            for i in range(self.operator.n_arrays):
+                if self.views[i].rank >= 0 and self.views[i].flags & ON_DEVICE:
+                    raise BackendUnavailableError(
+                        "backend 'cpu' cannot reach device memory", argument="backend", seen="cpu"
+                    )
         self.state = BUSY
         try:
             if state == IDLE:
@@ -282,7 +295,11 @@ cdef class Plan:
             self.last = None
             if execute:
                 return self.spec.execute(self)
-            self.spec.check_values(self)
+            check = getattr(self.prepared, "check_values", None) if state == IDLE else None
+            if check is None:
+                self.spec.check_values(self)
+            else:
+                check()
         finally:
             self.state = state
 

@@ -148,11 +148,14 @@ def _choose(
         asked = os.environ.get(ENVIRONMENT, "").strip() or None
     if asked is None and not on_device:
         return None, None
+    # One that has a name was looked at when it was registered; to look costs more than a call.
+    named = get(asked) if isinstance(asked, str) else asked
+    if named is asked is not None and (isinstance(named, type) or not isinstance(named, Backend)):
+        fail("backend", "a name or a Backend", type(asked).__name__)
     infos = [info for info in plan.infos() if info is not None]
     spaces = {"device" if info.on_device else "host" for info in infos}
     if len(spaces) > 1 and asked is not None:
         # A backend that was named may take small arrays from the host beside the device's.
-        named = get(asked) if isinstance(asked, str) else asked
         uploads = getattr(named, "uploads", ())
         if uploads and all(info.on_device or info.name in uploads for info in infos):
             spaces = {"device"}
@@ -166,10 +169,7 @@ def _choose(
                 argument="backend",
                 seen=NPU,
             )
-    chosen = get(asked) if isinstance(asked, str) else asked
-    # One that has a name was looked at when it was registered; to look costs more than a call.
-    if chosen is asked and (isinstance(chosen, type) or not isinstance(chosen, Backend)):
-        fail("backend", "a name or a Backend", type(asked).__name__)
+    chosen = get(asked) if named is None else named
     if isinstance(chosen, CpuBackend) and not on_device:
         return None, None
     if not on_device and getattr(chosen, "fallback", None) == "cpu" and _reason(chosen) is not None:

@@ -17,6 +17,7 @@ from kvcore._core.plan import Plan
 from kvcore._core.portability import Harm
 from kvcore.backends.aclnn import options
 from kvcore.backends.aclnn.arrays import Argument, contiguous_strides, is_dense_from
+from kvcore.backends.aclnn.library import Cann
 from kvcore.backends.aclnn.memory import Room
 from kvcore.backends.aclnn.tensors import Handles
 from kvcore.errors import fail
@@ -116,6 +117,9 @@ class Call:
     def is_empty(self) -> bool:
         """Whether there is nothing to do; CANN's documents exclude empty tensors."""
         raise NotImplementedError
+
+    def leave_empty(self, cann: Cann, stream: int) -> None:
+        """Queue what an empty call writes all the same."""
 
     def values(self, found: dict[str, Any]) -> None:
         """Take the host values that ``host_values`` asked for, as numpy arrays."""

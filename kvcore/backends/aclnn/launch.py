@@ -115,13 +115,28 @@ class Launch:
                 placed: list[Argument | None] = list(call.arguments)
                 self._place_copies(placed, room, index_only=True)
                 self._check(placed, stream)
-                if not call.is_empty():
+                if call.is_empty():
+                    call.leave_empty(cann, stream)
+                else:
                     self._place_copies(placed, room, index_only=False)
                     self._place_uploads(placed, room)
                     with Handles(cann) as handles:
                         words = call.phase_one(handles, placed, room, answer)
                         self._run(words, room, stream)
             return call.returned() if answer is None else result
+
+    def check_values(self) -> None:
+        """Raise what the values are refused for, whatever check= says, and queue nothing.
+
+        Waits for the stream where values are on the device.
+        """
+        stream, keep = self._where()
+        with self._cann.on_device(self._owner.device_id):
+            self._values.read_host()
+            with self._owner.room(self._cann, stream, keep) as room:
+                placed: list[Argument | None] = list(self._call.arguments)
+                self._place_copies(placed, room, index_only=True)
+                self._check(placed, stream, whole=True)
 
     def _where(self) -> tuple[int, Keep | None]:
         target = _target.get()
@@ -170,13 +185,14 @@ class Launch:
             if one.name not in self._call.host_values:
                 placed[i] = one.placed(room.put(self._values.copies[i]))
 
-    def _check(self, placed: list[Argument | None], stream: int) -> None:
+    def _check(self, placed: list[Argument | None], stream: int, whole: bool = False) -> None:
+        """Check the values that can be seen; whole: all of them, wherever they are."""
         values, wanted = self._values, self._call.host_values
         if not values.copies:
             return
         here = values.on_host()
         complete = len(here) == len(values.copies)
-        if not complete and (options.check() == "device" or wanted):
+        if not complete and (whole or wanted or options.check() == "device"):
             values.read_device(self._cann, stream, placed)
             complete = True
         if complete:

@@ -9,6 +9,7 @@ from typing import Any
 from kvcore._core.plan import Plan
 from kvcore.backends.aclnn.arrays import Argument, dtype_named, element
 from kvcore.backends.aclnn.call import PLACEHOLDER_BYTES, Call, Placed, required
+from kvcore.backends.aclnn.library import Cann
 from kvcore.backends.aclnn.memory import Room
 from kvcore.backends.aclnn.tensors import Handles
 from kvcore.errors import fail
@@ -59,6 +60,12 @@ class SelectionCall(Call):
     def is_empty(self) -> bool:
         """No rows, or rows that want nothing."""
         return self.argument("selection_topk_indices").size == 0
+
+    def leave_empty(self, cann: Cann, stream: int) -> None:
+        """Rows that want nothing hold nothing: with a top-k of 0, status is their lengths alone."""
+        status = self.argument("selection_kv_block_status")
+        if status.nbytes:
+            cann.aclrtMemsetAsync(status.address, status.nbytes, 0, status.nbytes, stream)
 
     def answer_rows(self) -> int:
         """A length for every row of the table; 0 past those of the call."""
