@@ -118,7 +118,8 @@ static int kernel(struct call *c) {
         int64_t skip = c->v[SEQ_OFFSET].present ? kvd_index(c, &c->v[SEQ_OFFSET], b) : 0;
         bool undivided = c->settings.quirk_offset_nz && nz(c) && c->soc != SOC_950;
         int64_t first = undivided ? skip : skip / bs;
-        if (n < 0 || skip < 0 || to + n > c->v[KEY].t.dims[0]) {
+        // The kernels read no entry for a request without tokens, wherever its offset points.
+        if (n < 0 || (n && skip < 0) || to + n > c->v[KEY].t.dims[0]) {
             kvd_kernel_fault(c, RT_AICORE_EXCEPTION);
             break;
         }
