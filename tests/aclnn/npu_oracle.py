@@ -31,9 +31,10 @@ class There:
         array: Array,
         offset: int,
         made: list[DeviceArray],
+        dtype: str,
     ) -> None:
         self.shape, self.strides = array.shape, array.strides
-        self.dtype, self.itemsize = array.dtype.name, array.itemsize
+        self.dtype, self.itemsize = dtype, array.itemsize
         self.read_only = not array.flags.writeable
         self._made = made
         self.address, self.base = memory.address + offset, memory.address
@@ -73,13 +74,19 @@ class Placed:
     dense:   each array in memory of its own, contiguous; else arrays of one base share memory, as
              they do on the host.
     on_host: names of index arrays that stay where they are.
+    dtypes:  what arrays of a dtype are said to hold there, where that is another name.
     """
 
     def __init__(
-        self, arguments: dict[str, Any], dense: bool, on_host: frozenset[str] = frozenset()
+        self,
+        arguments: dict[str, Any],
+        dense: bool,
+        on_host: frozenset[str] = frozenset(),
+        dtypes: dict[str, str] | None = None,
     ) -> None:
         self.arguments: dict[str, Any] = {}
         self._dense = dense
+        self._dtypes = dtypes or {}
         self._made: list[DeviceArray] = []
         self._regions: dict[int, tuple[Array, DeviceMemory]] = {}
         for name, value in arguments.items():
@@ -89,6 +96,7 @@ class Placed:
             self.arguments[name] = value
 
     def _place(self, array: Array) -> There:
+        dtype = self._dtypes.get(array.dtype.name, array.dtype.name)
         if self._dense:
             if id(array) not in self._regions:
                 raw = np.frombuffer(array.tobytes(), np.uint8)
@@ -96,18 +104,33 @@ class Placed:
             memory = self._regions[id(array)][1]
             like = np.ndarray(array.shape, array.dtype)
             like.flags.writeable = array.flags.writeable
-            return There(memory, like, 0, self._made)
+            return There(memory, like, 0, self._made, dtype)
         root = _root(array)
         low = np.lib.array_utils.byte_bounds(root)[0]
         if low not in self._regions:
             self._regions[low] = root, DeviceArray.of(_bytes(root)).memory
-        return There(self._regions[low][1], array, array.ctypes.data - low, self._made)
+        return There(self._regions[low][1], array, array.ctypes.data - low, self._made, dtype)
 
     def __enter__(self) -> Placed:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait, bring every byte back to where it came from, free."""
+        """Bring back, free."""
+        self.fetch()
+        self.free()
+
+    def send(self) -> None:
+        """What the arrays hold now, to the device."""
+        cann = library.current()
+        with cann.on_device(0):
+            for array, memory in self._regions.values():
+                here = array.tobytes() if self._dense else _bytes(array)
+                raw = np.frombuffer(here, np.uint8)
+                if raw.size:
+                    copies.to_device(cann, memory.address, raw.ctypes.data, raw.nbytes)
+
+    def fetch(self) -> None:
+        """Wait, and bring every byte back to where it came from."""
         cann = library.current()
         with cann.on_device(0):
             cann.aclrtSynchronizeDevice()
@@ -123,6 +146,9 @@ class Placed:
                         array[...] = np.frombuffer(now, array.dtype).reshape(array.shape)
                 else:
                     here[:] = now
+
+    def free(self) -> None:
+        """Give the memory back."""
         for _, memory in self._regions.values():
             memory.free()
         for answer in self._made:
