@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,3 +117,20 @@ def test_every_case_moves_the_bytes_it_says() -> None:
 def test_pytest_finds_the_benchmarks_in_their_folder(request: pytest.FixtureRequest) -> None:
     patterns = request.config.getini("python_files")
     assert any(Path("bench/bench_cases.py").match(pattern) for pattern in patterns)
+
+
+def test_what_was_measured_before_an_interrupt_is_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(case: Any, seconds: float) -> Measurement:
+        signal.raise_signal(signal.SIGINT)
+        return Measurement(case.name, "", 1, {"kvcore": 1.0, "copyto": 2.0})
+
+    monkeypatch.setattr("kvcore.benchmarks.measure", measure)
+    kept = tmp_path / "history.jsonl"
+    assert main(["bench", "norm-1", "norm-256", "--save", str(kept)]) == 130
+    told = capsys.readouterr()
+    assert "norm-1" in told.out
+    assert "norm-256" not in told.out
+    assert "nothing is saved" in told.err
+    assert not kept.exists()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +51,9 @@ def register(subparsers: Subparsers[Parser]) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Measure and print."""
+    """Measure and print; Ctrl-C ends it behind a case, and what was measured is printed."""
     from kvcore.benchmarks import CASES, history, measure
+    from kvcore.cli.interrupt import Interrupt
     from kvcore.errors import fail
 
     if namespace.list:
@@ -64,13 +66,19 @@ def run(namespace: argparse.Namespace) -> int:
             fail("CASE", f"one of {', '.join(CASES)}", repr(name))
     refuse_unwritable(namespace.save)
     before = history.last(namespace.compare) if namespace.compare else {}
-    measured = [
-        measure(CASES[name], namespace.seconds) for name in _progress(names, quiet=namespace.json)
-    ]
+    measured = []
+    with Interrupt() as interrupt:
+        for name in _progress(names, quiet=namespace.json):
+            measured.append(measure(CASES[name], namespace.seconds))
+            if interrupt.is_set():
+                break
     if namespace.json:
         print(json.dumps([one.to_json() for one in measured], indent=2))
     else:
         _print(measured, before)
+    if len(measured) < len(names):
+        print("interrupted, what is done is above; nothing is saved", file=sys.stderr)
+        return status.INTERRUPTED
     if namespace.save:  # at last: what was measured is seen though the disk be full
         import kvcore
 
