@@ -3,10 +3,10 @@
 
 Each suite runs whole but for what ``ELSEWHERE`` names, each with the reason.  Half of the tests
 have their index arrays on the host.  Not here: test_selection_steps.py (its checks are of stats;
-test_npu_oracle.py runs steps on one selection), tests of shapes alone (test_soc_scatter.py,
-test_soc_scatter_key.py, test_soc_quirks.py, test_scenario.py), of host arrays (test_float4.py,
-test_arrays.py), of the CPU's plans (test_plan.py), and of test_compress.py what is about means,
-which are the kernel's.
+test_npu_oracle.py runs steps on one selection); tests of shapes alone (most of test_soc_scatter.py
+and test_soc_scatter_key.py, test_soc_quirks.py, test_scenario.py), of host arrays
+(test_float4.py, test_arrays.py) and of the CPU's plans (test_plan.py); and of test_compress.py
+what is about means, which are the kernel's.
 """
 
 from __future__ import annotations
@@ -99,7 +99,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "ids_past_32_bits_stay_when_held": INT64,
         "a_cache_of_many_more_blocks_than_are_used": "30 MB to the device and back, ten times",
         "threads_do_not_matter": "threads are the CPU's",
-        "many_plans_at_once": "threads of one stream: in test_npu_thread.py",
         "a_memory_map_that_cannot_be_written": "a file, mapped on the host",
         "a_sparse_file_larger_than_memory": "a file, mapped on the host",
         "plan_reports": PLAN,
@@ -122,6 +121,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "float4_has_no_mean[*-Omni-*]": TYPES,
         "shapes_no_memory_holds_are_refused_without_a_wrap": KEY_ONLY,
     },
+    "soc_scatter": {},
+    "soc_scatter_key": {},
     "soc_update": {},
 }
 #: The tests of a suite of which few are of use here.
@@ -134,11 +135,16 @@ CHOSEN = {
         "scatter_pa_cache_refuses_what_rows_do_not_have",
         "strides_of_axes_of_one_mean_nothing",
     ),
+    "soc_scatter": (
+        "a_refusal_names_everything_and_writes_nothing",
+        "a_refusal_comes_when_the_plan_is_made",
+    ),
+    "soc_scatter_key": ("a_refused_call_writes_nothing",),
 }
 #: Index arrays of these share memory with others, so they are on the device too.
 SHARED = ("input_over_output", "slots_over_output", "an_input_may_not_lie_in_a_cache")
 #: Calls without soc= stay on the CPU: such a call stands beside one with a SoC.
-BESIDE = ("soc_update", "documented_limits")
+BESIDE = ("soc_scatter", "soc_update", "documented_limits")
 
 
 @pytest.fixture(scope="module")
