@@ -80,6 +80,36 @@ def test_an_answer_that_nobody_keeps(npu: Double, launched: bool) -> None:
         assert seen.numpy()[0].all()
 
 
+@pytest.mark.parametrize("away", ["dropped", "freed", "with their plan"])
+def test_buffers_that_go_behind_a_direct_call(npu: Double, away: str) -> None:
+    """Nobody keeps what the call was given; the memory comes back when it is done."""
+    with kvcore.Device(backend="aclnn") as dev:
+        placed = buffers(dev)
+        cache = placed["key_cache"]
+        kvcore.scatter_pa_kv_cache(**placed)  # what calls share is there from now on
+        dev.default_stream.synchronize_blocking()
+        take_memory(dev)
+        before = npu.live("device_memory")
+        if away == "with their plan":
+            kvcore.plan_scatter_pa_kv_cache(**placed).run()
+        else:
+            kvcore.scatter_pa_kv_cache(**placed)
+        count = len(placed) - 1
+        for name in list(placed):
+            buffer = placed.pop(name)
+            if away == "freed" and buffer is not cache:
+                buffer.free()
+        del buffer
+        take_memory(dev)
+        dev.default_stream.synchronize_blocking()
+        seen = dev.empty_host(cache.shape, "float16")
+        dev.default_stream.copy(seen, cache)
+        dev.default_stream.synchronize_blocking()
+        assert seen.numpy().reshape(8, 32)[[0, 5]].all()
+        take_memory(dev)
+        assert npu.live("device_memory") == before - count
+
+
 @pytest.mark.parametrize("handed_over", [False, True])
 def test_buffers_freed_behind_a_launch(npu: Double, handed_over: bool) -> None:
     with kvcore.Device(backend="aclnn", workers=1) as dev:

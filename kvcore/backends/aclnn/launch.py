@@ -110,6 +110,10 @@ class Launch:
         with cann.on_device(self._owner.device_id):
             self._values.read_host()
             with self._owner.room(cann, stream, keep) as room:
+                if keep is None:  # else a queue keeps what its launch uses
+                    for one in call.arguments:
+                        if one is not None and one.on_device:
+                            room.hold(self._owner.keeper(one))
                 result, answer = self._answer(stream)
                 room.hold(result)
                 placed: list[Argument | None] = list(call.arguments)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -34,6 +35,8 @@ __all__ = ["DeviceMemory", "Pool", "Room", "allocate", "pool_of"]
 
 #: Growing by less would retire a workspace at every slightly larger call.
 GRANULE = 1 << 16
+#: Launches whose memory waits for the stream, from which on each launch looks how far that is.
+BACKLOG = 16
 ALIGNMENT = 64
 
 
@@ -88,7 +91,7 @@ class Pool:
         self.stream = stream
         self.lock = threading.RLock()
         self._blocks: dict[str, DeviceMemory] = {}
-        self._retired: list[tuple[int, Sequence[DeviceMemory | _Held]]] = []
+        self._retired: deque[tuple[int, Sequence[DeviceMemory | _Held]]] = deque()
 
     def take(self, purpose: str, nbytes: int) -> int:
         """Address of at least that many bytes, the same ones each time for a purpose."""
@@ -134,25 +137,31 @@ class Pool:
     def collect(self) -> None:
         """Free what was retired and is not used any more. Raises nothing: what cannot be freed is
         no fault of the call that happens to be at hand."""
-        for entry in list(self._retired):
-            event, blocks = entry
-            if self._has_passed(event):
-                self._retired.remove(entry)
-                with contextlib.suppress(KVCoreError):
-                    self._free(event, blocks)
+        kept = []
+        while self._retired:
+            event, blocks = self._retired.popleft()
+            if event and not self._has_passed(event):
+                # Nor have those behind it: a stream has one order.
+                self._retired.appendleft((event, blocks))
+                break
+            if not event:
+                kept.append((event, blocks))
+                continue
+            with contextlib.suppress(KVCoreError):
+                self._free(event, blocks)
+        self._retired.extendleft(reversed(kept))
 
     def _has_passed(self, event: int) -> bool:
         state = ctypes.c_int32(-1)
         return (
-            event != 0
-            and self.cann.status("aclrtQueryEventStatus")(event, ctypes.byref(state)) == ACL_SUCCESS
+            self.cann.status("aclrtQueryEventStatus")(event, ctypes.byref(state)) == ACL_SUCCESS
             and state.value == ACL_EVENT_RECORDED_STATUS_COMPLETE
         )
 
     def release(self) -> None:
         """Free everything; the stream must have been synchronised."""
         with self.lock, self.cann.on_device(self.device_id, giving_back=True):
-            retired, self._retired = self._retired, []
+            retired, self._retired = self._retired, deque()
             blocks, self._blocks = list(self._blocks.values()), {}
             _all([partial(self._free, event, old) for event, old in [*retired, (0, blocks)]])
 
@@ -174,6 +183,18 @@ def pool_of(cann: Cann, device_id: int, stream: int) -> Pool:
         if found is None or found.cann is not cann:
             found = _pools[key] = Pool(cann, device_id, stream)
         return found
+
+
+def collect(cann: Cann, device_id: int) -> None:
+    """Let go of what direct calls have finished with; the device is set on this thread."""
+    with _pools_lock:
+        pools = [pool for key, pool in _pools.items() if pool.cann is cann and key[1] == device_id]
+    for pool in pools:
+        if pool.lock.acquire(blocking=False):  # else its launch collects
+            try:
+                pool.collect()
+            finally:
+                pool.lock.release()
 
 
 def release(cann: Cann, device_id: int, stream: int | None) -> None:
@@ -204,7 +225,7 @@ Keep = Callable[[Any], object]
 
 
 class _Held:
-    """An array that a launch writes; to "free" it is to let it go."""
+    """An array that a launch uses; to "free" it is to let it go."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -238,7 +259,8 @@ class Room:
                     self.keep(block)
             elif self.pool is not None:
                 self.pool.retire(new)
-                self.pool.collect()
+                if len(self.pool._retired) > BACKLOG:
+                    self.pool.collect()
         finally:
             if self.pool is not None:
                 self.pool.lock.release()

@@ -35,6 +35,10 @@ class Owner:
         """A new int32 array [rows] on the device, and what a call must know of it."""
         raise NotImplementedError
 
+    def keeper(self, one: Argument) -> object:
+        """What keeps an array's memory, for a launch to hold; None where nothing need."""
+        return None
+
     def room(self, cann: Cann, stream: int, keep: Keep | None) -> Room:
         """Temporary memory for one launch."""
         return Room(cann, self.device_id, stream, keep)
@@ -67,6 +71,11 @@ class BufferOwner(Owner):
     def stream(self) -> int:
         """The one that the buffer names."""
         return int(self.like.source.__kvcore_device_array__.stream)
+
+    def keeper(self, one: Argument) -> object:
+        """The allocation, which then outlives a buffer that is freed; else the array."""
+        allocation = getattr(one.source, "_allocation", None)
+        return one.source if allocation is None else allocation()
 
     def empty(self, rows: int) -> tuple[Any, Argument]:
         """A buffer of the same device."""

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.backends.aclnn import constants, library
+from kvcore.backends.aclnn import memory as pools
 from kvcore.backends.aclnn.queues.handles import bare
 from kvcore.backends.aclnn.structs import MallocAttribute, MallocConfig
 from kvcore.errors import KVCoreError, ParamInvalidError
@@ -209,8 +210,10 @@ class Heap:
 
     def collect(self) -> None:
         """Free what has gone; the device is set on this thread."""
-        if _late and not self._closed:
-            _collect_late()
+        if not self._closed:
+            if _late:
+                _collect_late()
+            pools.collect(self._cann, self._device_id)
         while self._gone:
             try:
                 piece = self._live.pop(self._gone.popleft(), None)
@@ -372,6 +375,10 @@ class AclBuffer(Buffer):
         """The allocation's bytes and this buffer's array; also while a launch holds them."""
         held = _handing_over.held.get(self)
         return (self.storage.array, self._live()) if held is None else held
+
+    def _allocation(self) -> object:
+        """What the memory goes with: a direct call holds it until the device is done."""
+        return self._whole_and_view()[0].base
 
     @property
     def __kvcore_array__(self) -> npt.NDArray[Any]:
