@@ -92,6 +92,7 @@ class Pool:
         self.lock = threading.RLock()
         self._blocks: dict[str, DeviceMemory] = {}
         self._retired: deque[tuple[int, Sequence[DeviceMemory | _Held]]] = deque()
+        self._stuck: list[DeviceMemory | _Held] = []
 
     def take(self, purpose: str, nbytes: int) -> int:
         """Address of at least that many bytes, the same ones each time for a purpose."""
@@ -130,26 +131,18 @@ class Pool:
                 raise
         except KVCoreError:
             # No event to be had: leave them to release(), which comes after a synchronise.
-            self._retired.append((0, blocks))
+            self._stuck += blocks
             return
         self._retired.append((event.value or 0, blocks))
 
     def collect(self) -> None:
         """Free what was retired and is not used any more. Raises nothing: what cannot be freed is
         no fault of the call that happens to be at hand."""
-        kept = []
-        while self._retired:
+        # Where one has not passed, nor have those behind it: a stream has one order.
+        while self._retired and self._has_passed(self._retired[0][0]):
             event, blocks = self._retired.popleft()
-            if event and not self._has_passed(event):
-                # Nor have those behind it: a stream has one order.
-                self._retired.appendleft((event, blocks))
-                break
-            if not event:
-                kept.append((event, blocks))
-                continue
             with contextlib.suppress(KVCoreError):
                 self._free(event, blocks)
-        self._retired.extendleft(reversed(kept))
 
     def _has_passed(self, event: int) -> bool:
         state = ctypes.c_int32(-1)
@@ -162,7 +155,9 @@ class Pool:
         """Free everything; the stream must have been synchronised."""
         with self.lock, self.cann.on_device(self.device_id, giving_back=True):
             retired, self._retired = self._retired, deque()
-            blocks, self._blocks = list(self._blocks.values()), {}
+            stuck, self._stuck = self._stuck, []
+            blocks = [*stuck, *self._blocks.values()]
+            self._blocks = {}
             _all([partial(self._free, event, old) for event, old in [*retired, (0, blocks)]])
 
     def _free(self, event: int, blocks: Sequence[DeviceMemory | _Held]) -> None:
