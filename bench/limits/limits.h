@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What the programs in this folder share: memory like that of a large numpy array, slots at random,
- * and a table of medians, each beside the first function's.  x86-64 with AVX-512.
+ * What the programs in this folder share: tokens and a cache in memory like that of large numpy
+ * arrays, slots at random, and a table of medians, each beside the first function's.  x86-64 with
+ * AVX-512.  A program defines SLOTS, the rows of its cache, before.
  */
 #ifndef KVCORE_LIMITS_H
 #define KVCORE_LIMITS_H
@@ -18,6 +19,13 @@
 #define OFF 16 /* large arrays of numpy begin as far behind a line */
 
 enum { ROUNDS = 21, MOST = 12 };
+enum { TOKENS = 16384, ROW = 2048, LANES = 2 }; /* a lane each for K and V */
+
+static int64_t slots[SLOTS]; /* each once; token t goes to slots[t] */
+static char *src, *dst, *cache;
+
+static inline char *token(int lane, long t) { return src + OFF + ((long)lane * TOKENS + t) * ROW; }
+static void copy(void) { memcpy(dst + OFF, src + OFF, (size_t)LANES * TOKENS * ROW); }
 
 typedef struct {
     const char *name;
@@ -55,18 +63,31 @@ static char *memory(size_t size)
     return p;
 }
 
-/* The first n of the slots 0 .. n_slots-1 in a random order. */
-static void shuffle(int64_t *slots, long n_slots)
+/* The slots in a random order. */
+static void shuffle(void)
 {
     srand(7);
-    for (long i = 0; i < n_slots; i++)
+    for (long i = 0; i < SLOTS; i++)
         slots[i] = i;
-    for (long i = n_slots - 1; i > 0; i--) {
+    for (long i = SLOTS - 1; i > 0; i--) {
         long j = ((long)rand() << 15 ^ rand()) % (i + 1);
         int64_t kept = slots[i];
         slots[i] = slots[j];
         slots[j] = kept;
     }
+}
+
+/* The tokens by slot. */
+static inline void order_by_slot(int32_t *order)
+{
+    static int32_t at[SLOTS];
+    long n = 0;
+    memset(at, -1, sizeof at);
+    for (int32_t t = 0; t < TOKENS; t++)
+        at[slots[t]] = t;
+    for (long slot = 0; slot < SLOTS; slot++)
+        if (at[slot] >= 0)
+            order[n++] = at[slot];
 }
 
 static double now(void)
@@ -82,10 +103,14 @@ static int ascending(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Calls them in turn, many rounds. */
+/* Makes the arrays and calls the functions in turn, many rounds. */
 static int report(const kv_way *ways, int n)
 {
     static double times[MOST][ROUNDS];
+    src = memory((size_t)LANES * TOKENS * ROW);
+    dst = memory((size_t)LANES * TOKENS * ROW);
+    cache = memory((size_t)LANES * SLOTS * ROW);
+    shuffle();
     for (int round = 0; round < ROUNDS; round++)
         for (int k = 0; k < n; k++) {
             double start = now();

@@ -9,21 +9,17 @@
  * bytes.  Tokens by slot share the borrowed lines of neighbours.  The last function writes and
  * borrows as many lines as that, but in ascending order, with neither slots nor an order to follow.
  */
+enum { SLOTS = 32768 };
 #include "limits.h"
 
-enum { TOKENS = 16384, SLOTS = 32768, BLOCK = 128, HEADS = 8, PIECE = 256, ROW = HEADS * PIECE };
+enum { BLOCK = 128, HEADS = 8, PIECE = ROW / HEADS };
 
-static int64_t slots[SLOTS];
 static int32_t order[TOKENS];
-static char *src, *dst, *cache;
 
 static char *place(int lane, int64_t slot)
 {
     return cache + OFF + ((long)lane * SLOTS + slot / BLOCK * BLOCK) * ROW + slot % BLOCK * PIECE;
 }
-static char *token(int lane, long t) { return src + OFF + ((long)lane * TOKENS + t) * ROW; }
-
-static void copy(void) { memcpy(dst + OFF, src + OFF, 2L * TOKENS * ROW); }
 
 static void ordinary_stores(void)
 {
@@ -93,14 +89,7 @@ AVX512 static void write_run(int lane, const int32_t *run, long n, const int32_t
 
 static void by_slot(void)
 {
-    static int32_t at[SLOTS];
-    long n = 0;
-    memset(at, -1, sizeof at);
-    for (int32_t t = 0; t < TOKENS; t++)
-        at[slots[t]] = t;
-    for (long slot = 0; slot < SLOTS; slot++)
-        if (at[slot] >= 0)
-            order[n++] = at[slot];
+    order_by_slot(order);
     for (int lane = 0; lane < 2; lane++)
         for (long p = 0, q; p < TOKENS; p = q) {
             for (q = p + 1; q < TOKENS && slots[order[q]] == slots[order[q - 1]] + 1
@@ -132,9 +121,5 @@ int main(void)
                            {"the same, borrowed lines asked for", off_lines_asked},
                            {"the same by slot, shared lines written whole", by_slot},
                            {"as many lines in ascending order, without slots", in_sequence}};
-    src = memory(2L * TOKENS * ROW);
-    dst = memory(2L * TOKENS * ROW);
-    cache = memory(2L * SLOTS * ROW);
-    shuffle(slots, SLOTS);
     return report(ways, sizeof ways / sizeof *ways);
 }

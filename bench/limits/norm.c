@@ -6,17 +6,10 @@
  * writes the same bytes one behind the other: no row's ends, no slots.  Rows by memcpy is what numpy
  * does, so its time over the streaming ones' is the most that can be gained on numpy.
  */
+enum { SLOTS = 65536 };
 #include "limits.h"
 
-enum { TOKENS = 16384, SLOTS = 65536, ROW = 2048 };
-
-static int64_t slots[SLOTS];
-static char *src, *dst, *cache;
-
 static char *row(int lane, long t) { return cache + OFF + ((long)lane * SLOTS + slots[t]) * ROW; }
-static char *token(int lane, long t) { return src + OFF + ((long)lane * TOKENS + t) * ROW; }
-
-static void copy(void) { memcpy(dst + OFF, src + OFF, 2L * TOKENS * ROW); }
 
 static void rows_by_memcpy(void)
 {
@@ -65,9 +58,5 @@ int main(void)
                            {"streaming, K and V in turn", streaming_in_turn},
                            {"streaming, rows on lines", streaming_on_lines},
                            {"streaming, one piece without slots", streaming_in_sequence}};
-    src = memory(2L * TOKENS * ROW);
-    dst = memory(2L * TOKENS * ROW);
-    cache = memory(2L * SLOTS * ROW);
-    shuffle(slots, SLOTS);
     return report(ways, sizeof ways / sizeof *ways);
 }

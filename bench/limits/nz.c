@@ -8,22 +8,18 @@
  * is written whole: the others must be read and written back.  The last function touches as many
  * lines in ascending order, with neither slots nor columns to follow.
  */
+enum { SLOTS = 32768 };
 #include "limits.h"
 
-enum { TOKENS = 16384, SLOTS = 32768, BLOCK = 128, COLUMNS = 64, CELL = 32, ROW = COLUMNS * CELL };
+enum { BLOCK = 128, CELL = 32, COLUMNS = ROW / CELL };
 enum { WINDOW = 32, COLUMN = BLOCK * CELL };
 
-static int64_t slots[SLOTS];
 static int32_t order[TOKENS];
-static char *src, *dst, *cache;
 
 static char *place(int lane, int64_t slot)
 {
     return cache + OFF + ((long)lane * SLOTS + slot / BLOCK * BLOCK) * ROW + slot % BLOCK * CELL;
 }
-static char *token(int lane, long t) { return src + OFF + ((long)lane * TOKENS + t) * ROW; }
-
-static void copy(void) { memcpy(dst + OFF, src + OFF, 2L * TOKENS * ROW); }
 
 static void by_token(void)
 {
@@ -36,14 +32,7 @@ static void by_token(void)
 /* Tokens by slot, some at a time, column by column, lines asked for two columns ahead. */
 static void by_slot(void)
 {
-    static int32_t at[SLOTS];
-    long n = 0;
-    memset(at, -1, sizeof at);
-    for (int32_t t = 0; t < TOKENS; t++)
-        at[slots[t]] = t;
-    for (long slot = 0; slot < SLOTS; slot++)
-        if (at[slot] >= 0)
-            order[n++] = at[slot];
+    order_by_slot(order);
     for (int lane = 0; lane < 2; lane++)
         for (long p = 0; p < TOKENS; p += WINDOW) {
             char *to[WINDOW];
@@ -79,9 +68,5 @@ int main(void)
                            {"token by token", by_token},
                            {"by slot, column by column", by_slot},
                            {"as many lines in ascending order, without slots", in_sequence}};
-    src = memory(2L * TOKENS * ROW);
-    dst = memory(2L * TOKENS * ROW);
-    cache = memory(2L * SLOTS * ROW);
-    shuffle(slots, SLOTS);
     return report(ways, sizeof ways / sizeof *ways);
 }

@@ -17,6 +17,7 @@ __all__ = [
     "never",
     "put",
     "reordered",
+    "seen_under",
     "swap",
     "tensor",
     "twice",
@@ -27,6 +28,13 @@ __all__ = [
 Patch = pytest.MonkeyPatch
 #: Breaks a rule for as long as the patch lasts.
 Break = Callable[[Patch], None]
+
+
+def seen_under(monkeypatch: Patch, act: Break, look: Callable[[], list[str]]) -> list[str]:
+    """What ``look`` finds amiss while the rule is broken."""
+    with monkeypatch.context() as patch:
+        act(patch)
+        return look()
 
 
 def wrap(patch: Patch, owner: Any, name: str, around: Callable[..., Any]) -> None:

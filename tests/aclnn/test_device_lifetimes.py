@@ -140,10 +140,14 @@ def test_buffers_freed_behind_a_replay(npu: Double) -> None:
         with dev.capture(stream) as graph:
             stream.launch(plan)
         graph.replay(stream)
+        cache = placed["key_cache"]
+        seen = dev.empty_host(cache.shape, "float16")
+        stream.copy(seen, cache)
         for buffer in placed.values():
             buffer.free()
         take_memory(dev)
         stream.synchronize_blocking()
+        assert seen.numpy().reshape(8, 32)[[0, 5]].all()
 
 
 def test_graphs_that_have_gone_leave_no_event(npu: Double) -> None:

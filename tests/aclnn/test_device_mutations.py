@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from double.direct import Double
-from mutating import Break, Patch, instead, never, reordered, twice
+from mutating import Break, Patch, instead, never, reordered, seen_under, twice
 from npu_fixtures import clean as clean
 
 import kvcore
@@ -304,7 +304,5 @@ def test_nothing_is_amiss_without_a_mutation(clean: Double) -> None:
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_it_is_noticed(clean: Double, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    with monkeypatch.context() as patch:
-        MUTATIONS[name](patch)
-        found = amiss(clean)
+    found = seen_under(monkeypatch, MUTATIONS[name], lambda: amiss(clean))
     assert found, f"{name} went unnoticed"

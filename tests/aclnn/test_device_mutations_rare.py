@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from double.direct import Double
-from mutating import Break, Patch, instead, never, twice, wrap
+from mutating import Break, Patch, instead, never, seen_under, twice, wrap
 from npu_fixtures import clean as clean
 
 import kvcore
@@ -446,7 +446,5 @@ def test_nothing_is_amiss_without_a_mutation(clean: Double, program: Program) ->
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_it_is_noticed(clean: Double, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     act, program = MUTATIONS[name]
-    with monkeypatch.context() as patch:
-        act(patch)
-        found = amiss(clean, program)
+    found = seen_under(monkeypatch, act, lambda: amiss(clean, program))
     assert found, f"{name} went unnoticed"

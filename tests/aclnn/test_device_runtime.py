@@ -7,10 +7,8 @@ what stands in for what an NPU has not (``stand_ins``).
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
 import stand_ins
 import test_race
+from reruns import taken_over
 from stand_ins import addresses
 
 __all__ = ["addresses", "clock", "npu", "npus"]
@@ -134,19 +133,8 @@ def stand_ins_of_a_test(
     monkeypatch.setattr(test_race, "SEEDS", range(6))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Every test ends with a collection: of what the tests made, not of what was imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 for _suite, _left_out in ELSEWHERE.items():
-    for _name, _test in vars(importlib.import_module(f"test_{_suite}")).items():
-        if _name.startswith("test_") and _name.removeprefix("test_") not in _left_out:
-            globals()[f"test_{_suite}__{_name.removeprefix('test_')}"] = _test
+    globals().update(taken_over(_suite, _left_out))
 
 
 @pytest.mark.parametrize("suite", ELSEWHERE)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from double.direct import Double
-from mutating import Break, Patch, put, swap, tensor, words, wrap
+from mutating import Break, Patch, put, seen_under, swap, tensor, words, wrap
 from npu_fixtures import clean as clean
 from npu_work import amiss
 
@@ -419,7 +419,5 @@ def test_nothing_is_amiss_without_a_mutation(clean: Double) -> None:
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_it_is_noticed(clean: Double, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    with monkeypatch.context() as patch:
-        MUTATIONS[name](patch)
-        found = amiss(clean)
+    found = seen_under(monkeypatch, MUTATIONS[name], lambda: amiss(clean))
     assert found, f"{name} went unnoticed"

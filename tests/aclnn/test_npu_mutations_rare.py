@@ -14,7 +14,7 @@ import npu_work
 import npu_work_rare as rare
 import pytest
 from double.direct import Double
-from mutating import Break, Patch, instead, put, swap, tensor, words, wrap
+from mutating import Break, Patch, instead, put, seen_under, swap, tensor, words, wrap
 from npu import MACHINES
 from npu_fixtures import clean as clean
 from npu_work import Work, amiss
@@ -339,9 +339,7 @@ def test_nothing_is_amiss_without_a_mutation(clean: Double, machine: str) -> Non
 def test_it_is_noticed(clean: Double, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     act, works, machine = MUTATIONS[name]
     clean.soc(MACHINES[machine])
-    with monkeypatch.context() as patch:
-        act(patch)
-        found = amiss(clean, works)
+    found = seen_under(monkeypatch, act, lambda: amiss(clean, works))
     assert found, f"{name} went unnoticed"
 
 

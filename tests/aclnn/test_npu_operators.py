@@ -20,6 +20,7 @@ import pytest
 from double import build
 from double.direct import Double
 from npu_calls import NpuCalls
+from reruns import taken_over
 
 import kvcore
 import test_kv_cache_update
@@ -194,11 +195,7 @@ def _matches(left_out: str, test: str, parameters: str) -> bool:
 
 
 for _suite, _left_out in ELSEWHERE.items():
-    for _name, _test in vars(importlib.import_module(f"test_{_suite}")).items():
-        _short = _name.removeprefix("test_")
-        if _short == _name or _short in _left_out or _short not in CHOSEN.get(_suite, (_short,)):
-            continue
-        globals()[f"test_{_suite}__{_short}"] = _test
+    globals().update(taken_over(_suite, _left_out, CHOSEN.get(_suite, ())))
 
 
 def test_what_is_left_out_is_there(request: pytest.FixtureRequest) -> None:
