@@ -122,8 +122,8 @@ def is_dense_from(argument: Argument, axis: int) -> bool:
 def read_all(plan: Plan) -> tuple[Argument | None, ...]:
     """Every argument of a plan; None for those not given.
 
-    Raises ParamInvalidError for arrays of two NPUs or of two kvcore.Devices, whose streams know
-    nothing of each other, and for one that leaves its storage.
+    Raises ParamInvalidError for arrays of two NPUs or of two devices of the runtime, whose
+    streams know nothing of each other, and for one that leaves its storage.
     """
     found: list[Argument | None] = []
     first: Argument | None = None
