@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["NZ_BYTES", "Lane", "Level", "WindowLane", "make_lane"]
+__all__ = ["NZ_BYTES", "Lane", "Level", "WindowLane", "join", "make_lane"]
 
 #: Bytes of one FRACTAL_NZ column, for every dtype (32 // itemsize elements).
 NZ_BYTES = 32
@@ -50,21 +51,26 @@ class WindowLane(NamedTuple):
     item_bytes: int
 
 
-def coalesce(levels: list[Level], item_bytes: int) -> tuple[tuple[Level, ...], int]:
-    """The same bytes in the same order with as few and as long pieces as strides allow."""
-    levels = [level for level in levels if level[0] != 1]
-    piece = item_bytes
-    while levels and levels[-1][1] == piece and levels[-1][2] == piece:
-        piece *= levels.pop()[0]
+def join(levels: Iterable[Level]) -> tuple[Level, ...]:
+    """The same steps in the same order in as few loops as strides allow."""
     merged: list[Level] = []
-    for count, tok, page in reversed(levels):
+    for count, tok, page in reversed([level for level in levels if level[0] != 1]):
         if merged:
             inner_count, inner_tok, inner_page = merged[-1]
             if tok == inner_count * inner_tok and page == inner_count * inner_page:
                 merged[-1] = (count * inner_count, inner_tok, inner_page)
                 continue
         merged.append((count, tok, page))
-    return tuple(reversed(merged)), piece
+    return tuple(reversed(merged))
+
+
+def coalesce(levels: list[Level], item_bytes: int) -> tuple[tuple[Level, ...], int]:
+    """The same bytes in the same order with as few and as long pieces as strides allow."""
+    levels = [level for level in levels if level[0] != 1]
+    piece = item_bytes
+    while levels and levels[-1][1] == piece and levels[-1][2] == piece:
+        piece *= levels.pop()[0]
+    return join(levels), piece
 
 
 def make_lane(

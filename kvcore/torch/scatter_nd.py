@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows by index: the generic scatter that clients also write caches with.
 
-Any dtype and any rank: what moves is bytes.  No SoC rules are applied, since the operator is
+Any dtype, rank and strides: what moves is bytes.  No SoC rules are applied, since the operator is
 none of the KV-cache operators; a negative index writes nothing, of repeated ones the last wins.
+Indices and updates are read when the plan runs, whatever their shape and strides.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvcore._core.arrays import ArrayInfo
-from kvcore._core.lanes import make_lane
-from kvcore._core.paged import SlotSpec
+from kvcore._core.lanes import join, make_lane
 from kvcore._core.plan import Operator, Plan, Spec
+from kvcore._core.scatter_nd import NdSpec
 from kvcore.errors import ParamInvalidError, fail
 from kvcore.ops import checks
 from kvcore.soc import SoC
@@ -26,95 +27,92 @@ __all__ = ["plan_scatter_nd_update"]
 
 ARGUMENTS = ("self", "indices", "updates")
 SELF, INDICES, UPDATES = range(3)
-MAX_LOOPS = 3
 
 
 def plan_scatter_nd_update(target: Tensor, indices: Tensor, updates: Tensor) -> Plan:
     """A plan of ``target[indices[i, 0], ..., indices[i, a-1]] = updates[i]`` for every i.
 
-    target:  [d0, d1, ...], written.  indices: [..., a] int32 or int64, a <= rank of target.
-    updates: [..., *target.shape[a:]], of target's dtype.
+    target:  [d0, d1, ...], written; any strides.  indices: [..., a] int32 or int64, 1 <= a <= rank
+    of target.  updates: [..., *target.shape[a:]], of target's dtype.
+
+    ParamInvalidError, with nothing written, for an index that is not below the size of its axis.
     """
     if indices.dim() < 1 or not 1 <= indices.shape[-1] <= target.dim():
         axes = f"[..., a] with 1 <= a <= {target.dim()} (axes of self)"
         fail("indices", f"shape {axes}", list(indices.shape))
     if indices.dtype not in (torch.int32, torch.int64):
         fail("indices", "dtype int32 or int64", str(indices.dtype).removeprefix("torch."))
-    depth = indices.shape[-1]
-    wanted = (*indices.shape[:-1], *target.shape[depth:])
+    wanted = (*indices.shape[:-1], *target.shape[indices.shape[-1] :])
     if tuple(updates.shape) != wanted:
         fail("updates", f"shape {list(wanted)}", list(updates.shape))
     if updates.dtype is not target.dtype:
         fail("updates", f"dtype {target.dtype} as self", updates.dtype)
-    rows = math.prod(indices.shape[:-1])
-    flat = indices.reshape(rows, depth)
-    slots = flat[:, 0] if depth == 1 else _flatten(flat, target.shape[:depth])
-    source = updates.reshape(rows, *target.shape[depth:])
-    return _SCATTER_ND.plan((target, slots, source), (depth,))
+    return _SCATTER_ND.plan((target, indices, updates), ())
 
 
-def _flatten(indices: Tensor, sizes: Any) -> Tensor:
-    """Row-major places of index tuples; -1 where an index is negative."""
-    sizes_ = torch.tensor(tuple(sizes))
-    wide = indices.to(torch.int64)
-    beyond = (wide >= sizes_).nonzero()
-    if len(beyond):
-        row, axis = beyond[0].tolist()
-        _refuse(row, axis, int(wide[row, axis]), int(sizes_[axis]))
-    places = torch.zeros(len(wide), dtype=torch.int64)
-    for axis, size in enumerate(sizes):
-        places = places * size + wide[:, axis]
-    return places.where((wide >= 0).all(1), -1)
-
-
-def _refuse(row: int, axis: int, seen: int, size: int) -> None:
-    raise _fault(size, axis, row, seen)
-
-
-def _fault(size: int, axis: int, row: int, seen: int) -> ParamInvalidError:
-    expected = f"an index < {size} (axis {axis} of self)"
+def _fault(
+    lead: tuple[int, ...], sizes: tuple[int, ...], token: int, axis: int, seen: int
+) -> ParamInvalidError:
+    """The error of an index that is not below the size of its axis."""
+    place = [int(i) for i in np.unravel_index(token, lead)] if lead else []
+    expected = f"an index < {sizes[axis]} (axis {axis} of self)"
     return ParamInvalidError(
-        f"indices[{row}, {axis}]: expected {expected}, got {seen}",
+        f"indices{[*place, axis]}: expected {expected}, got {seen}",
         argument="indices",
         seen=seen,
         expected=expected,
     )
 
 
-def _resolve(infos: tuple[ArrayInfo | None, ...], params: tuple[int], soc: SoC | None) -> Spec:
-    (depth,) = params
-    target, slots, updates = (
+def _resolve(infos: tuple[ArrayInfo | None, ...], params: tuple[()], soc: SoC | None) -> Spec:
+    target, indices, updates = (
         checks.need(info, name) for info, name in zip(infos, ARGUMENTS, strict=True)
     )
     checks.output(target)
-    sizes, steps = target.shape[:depth], target.strides[:depth]
-    # The last indexed axis is the row within a block; what lies before it must be one axis.
-    blocks, block_stride = (1, 0) if depth == 1 else (sizes[-2], steps[-2])
-    for axis in range(depth - 2):
-        if sizes[axis] > 1 and steps[axis] != sizes[axis + 1] * steps[axis + 1]:
-            fail("self", "leading axes that lie one after the other", f"strides {target.strides}")
-        blocks *= sizes[axis]
+    *lead, depth = indices.shape
+    sizes = target.shape[:depth]
+    # Only strides of axes of two and more lead anywhere.
+    used = [step if size > 1 else 0 for size, step in zip(sizes, target.strides, strict=False)]
+    row_bytes = target.itemsize * math.prod(target.shape[depth:])
+    unit = math.gcd(*used) or max(row_bytes, 1)
+    steps = [step // unit for step in used]
+    highest = sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
     lane = make_lane(
         UPDATES,
         SELF,
-        tok_stride=updates.strides[0],
-        block_stride=block_stride,
-        row_stride=steps[-1],
+        tok_stride=0,
+        block_stride=0,
+        row_stride=unit,
         levels=list(
-            zip(target.shape[depth:], updates.strides[1:], target.strides[depth:], strict=True)
+            zip(
+                target.shape[depth:],
+                updates.strides[len(lead) :],
+                target.strides[depth:],
+                strict=True,
+            )
         ),
         item_bytes=target.itemsize,
     )
-    if len(lane.levels) > MAX_LOOPS:
-        fail("self", f"rows of at most {MAX_LOOPS} strided axes", f"strides {target.strides}")
-    return SlotSpec(
-        (SELF,),
-        [lane],
-        slots.shape[0],
-        max(sizes[-1], 1),
-        blocks * sizes[-1],
-        partial(_fault, sizes[0], 0),
+    tokens = [
+        (count, step)
+        for count, step, _ in join(
+            (count, step, step)
+            for count, step in zip(lead, updates.strides[: len(lead)], strict=True)
+        )
+    ]
+    if tokens:
+        lane = lane._replace(tok_stride=tokens[-1][1])
+    if len(tokens) == 2:
+        lane = lane._replace(tok_inner=tokens[1][0], tok_outer_stride=tokens[0][1])
+    return NdSpec(
+        lane,
+        sizes,
+        steps,
+        tokens,
+        math.prod(lead),
+        0 if 0 in sizes else highest + 1,
         INDICES,
+        partial(_fault, tuple(lead), sizes),
     )
 
 
