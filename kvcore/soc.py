@@ -328,6 +328,13 @@ def use_soc(soc: SoC | str | None) -> Iterator[SoC | None]:
 _RULES = {"rows": "mode None", "Nct": "Nct", "Alibi": "Alibi", "Rope": "Rope", "Omni": "Omni"}
 
 
+#: Warned of on every machine.
+_EVERYWHERE = (
+    ("all", "repeated slots are forbidden by the documents: which token they hold is open"),
+    ("3, 4, Alibi", "the documents bound the sum of seq_lens - compress_lens by the slots"),
+)
+
+
 def _dtypes_text(names: tuple[str, ...]) -> str:
     for all_but, known in (("float4", _NO_FLOAT4), ("float8, hifloat8 and float4", _NO_FLOAT8)):
         if names == known:
@@ -348,6 +355,7 @@ def _limits(p: Profile) -> list[tuple[str, str]]:
         ("1", f"block_size <= {p.nz_block_size}"),
         ("1, 7" if p.nhsd_heads else "1", "head size * itemsize a multiple of 32"),
         ("all but 3", "num_blocks * block_size >= T"),
+        ("3, 4, 5" if p.nhsd_heads is None else "4, 5", "num_blocks * block_size >= rows written"),
     ]
     if p.nhsd_heads is not None:
         found += [
@@ -392,6 +400,6 @@ def _lines(name: str, p: Profile) -> Iterator[str]:
         yield "KVCacheOperation: not supported"
     yield from (f"{operator}: {sentence}" for operator, sentence in p.gathers)
     yield "Warned of:"
-    yield from _columns([("scenario", "what the machine does"), *p.quirks])
+    yield from _columns([("scenario", "what the machine does"), *_EVERYWHERE, *p.quirks])
     yield "Sources:"
     yield from (f"  {source}" for source in p.sources)

@@ -9,7 +9,7 @@ import numpy as np
 
 from oracle_numbers import FLOAT4, logical_name
 from oracle_rules import Arguments
-from oracle_scatter import NO_MODE, absent, scenario
+from oracle_scatter import NO_MODE, absent, run_tokens, scenario
 
 OLDER = ("A2", "A3")
 FLOAT8 = ("hifloat8", "float8_e5m2", "float8_e4m3fn")
@@ -60,7 +60,59 @@ def _scatter(a: Arguments, soc: str, key_operator: bool) -> str | None:
             return "dtype"
         if key in FLOAT4 and (number not in (1, 2) or nct):
             return "float4"
-    return "slots" if number != 3 and rows < tokens else None
+    if number != 3 and rows < tokens:
+        return "slots"
+    return "rows" if number in (3, 4, 5) and len(written_slots(a)) > rows else None
+
+
+def written_slots(a: Arguments) -> list[int]:
+    """Every slot that a legal call writes, as often as it writes it, in order."""
+    found: list[int] = []
+    for slot, rows in _runs(a):
+        if slot >= 0:
+            found += range(slot, slot + rows)
+    return found
+
+
+def repeats(a: Arguments) -> bool:
+    """Whether a slot is written twice, which the documents forbid."""
+    written = written_slots(a)
+    return len(set(written)) < len(written)
+
+
+def breaks_only_the_documents_sum(a: Arguments) -> bool:
+    """Alibi: sum(seq_lens - compress_lens), as the documents have it, is past the cache."""
+    key, cache = a["key"], a["key_cache"]
+    mode = a.get("scatter_mode", "None")
+    bare = mode in NO_MODE and key.ndim == 4 and a.get("compress_seq_offset") is None
+    if a.get("compress_lens") is None or not (mode == "Alibi" or bare) or key.size == 0:
+        return False
+    heads = key.shape[-2]
+    total = 0
+    for i, w in enumerate(a["compress_lens"].reshape(-1).tolist()):
+        if a["slot_mapping"].reshape(-1)[i] >= 0:
+            total += int(a["seq_lens"][i // heads]) - w
+    return total > cache.shape[0] * cache.shape[1]
+
+
+def _runs(a: Arguments) -> list[tuple[int, int]]:
+    """(first slot, rows) of each place of slot_mapping."""
+    slots = [int(s) for s in a["slot_mapping"].reshape(-1)]
+    if a["key_cache"].size == 0 or a["key"].size == 0:
+        return [(slot, 0) for slot in slots]
+    if a.get("compress_lens") is None:
+        return [(slot, 1) for slot in slots]
+    mode = a.get("scatter_mode", "None")
+    if mode in NO_MODE:
+        mode = "Alibi" if a.get("compress_seq_offset") is None else "Rope"
+    heads = a["key"].shape[-2]
+    found = []
+    for i, slot in enumerate(slots):
+        start = -1 if mode == "Alibi" else int(a["compress_seq_offset"][i])
+        window = int(a["compress_lens"].reshape(-1)[i])
+        rows = len(run_tokens(mode, int(a["seq_lens"][i // heads]), window, start))
+        found.append((slot, rows))
+    return found
 
 
 def _update(a: Arguments, soc: str) -> str | None:

@@ -20,10 +20,11 @@ from soc_calls import NAMES, SHORT
 
 def check(case: Case, soc: str) -> None:
     reason = oracle_rules_soc.refuses(case.operator, case.arguments, soc)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KVPortabilityWarning)
+    with warnings.catch_warnings(record=True) as caught_warnings:
+        warnings.simplefilter("always", KVPortabilityWarning)
         if reason is None:
             check_matches_oracle(case, partial(case.public(), soc=soc))
+            check_warned(case, [str(one.message) for one in caught_warnings])
             return
         before = case.arena.snapshot()
         with pytest.raises(ParamInvalidError) as caught:
@@ -32,6 +33,18 @@ def check(case: Case, soc: str) -> None:
     assert caught.value.argument is not None
     assert str(caught.value).startswith(caught.value.argument)
     case.arena.assert_untouched(before)
+
+
+def check_warned(case: Case, texts: list[str]) -> None:
+    """Of what contents decide: repeated slots, and the documents' sum in Alibi."""
+    if case.operator == "kv_cache_update":
+        return
+    a = case.arguments
+    for text, expected in (
+        ("forbids repeated slots", oracle_rules_soc.repeats(a)),
+        ("bounds the sum of", oracle_rules_soc.breaks_only_the_documents_sum(a)),
+    ):
+        assert [text in one for one in texts].count(True) == int(expected), (text, texts)
 
 
 @pytest.mark.parametrize("scenario", range(1, 8))

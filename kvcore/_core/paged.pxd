@@ -22,6 +22,9 @@ cdef class PagedSpec(Spec):
 
     cdef int load(self, Plan plan) except -1
     cdef int run_lanes(self, Plan plan, int64_t page_offset) except -1
+    cdef bint may_repeat(self, Plan plan) noexcept nogil
 
 cdef class SlotSpec(PagedSpec):
     cdef int slot_arg
+
+    cdef int look_for_repeats(self, Plan plan, const int64_t* slots) except -1

@@ -12,6 +12,10 @@ from kvcore._core.plan cimport Plan, Spec
 from kvcore._core.spans cimport Spans, spans_for
 from kvcore._kernels.rows cimport kv_lane, kv_page, kv_tok, rows_job, run_rows
 from kvcore._kernels.scan cimport (
+    DISTINCT,
+    NO_MEMORY,
+    REPEATED,
+    distinct,
     first_at_or_above,
     has_repeats,
     load_indices,
@@ -147,7 +151,6 @@ cdef class PagedSpec(Spec):
         cdef int i, threads, used = 0
         cdef bint ordered = False
         cdef int64_t total = self.total_bytes
-        cdef unsigned char* bits
         for i in range(self.n_lanes):
             if self.lanes[i].lane.token_bytes == 0:
                 continue
@@ -176,14 +179,21 @@ cdef class PagedSpec(Spec):
             return 0
         with nogil:
             if threads > 1 and not self.gathers:
-                ordered = not strictly_increasing(plan.scratch, self.num_tokens)
-                if ordered and self.num_slots // 8 <= REPEAT_MAP_BYTES + 8 * self.num_tokens:
-                    bits = <unsigned char*>calloc(self.num_slots // 8 + 1, 1)
-                    if bits != NULL:
-                        ordered = has_repeats(plan.scratch, self.num_tokens, self.num_slots, bits)
-                        free(bits)
+                ordered = plan.order == REPEATED if plan.order != 0 else self.may_repeat(plan)
             run_rows(&job, threads, ordered)
         return 0
+
+    cdef bint may_repeat(self, Plan plan) noexcept nogil:
+        cdef unsigned char* bits
+        cdef bint found = True
+        if strictly_increasing(plan.scratch, self.num_tokens):
+            return False
+        if self.num_slots // 8 <= REPEAT_MAP_BYTES + 8 * self.num_tokens:
+            bits = <unsigned char*>calloc(self.num_slots // 8 + 1, 1)
+            if bits != NULL:
+                found = has_repeats(plan.scratch, self.num_tokens, self.num_slots, bits)
+                free(bits)
+        return found
 
     cdef object execute(self, Plan plan):
         if self.num_tokens == 0 or self.token_bytes == 0:
@@ -260,10 +270,25 @@ cdef class SlotSpec(PagedSpec):
             self.num_tokens,
             slots,
         )
-        bad = first_at_or_above(slots, self.num_tokens, self.num_slots)
-        if bad >= 0:
-            raise self.words(bad, slots[bad])
+        plan.order = 0
+        if self.repeat_text is not None:
+            self.look_for_repeats(plan, slots)
+        if plan.order != DISTINCT:
+            bad = first_at_or_above(slots, self.num_tokens, self.num_slots)
+            if bad >= 0:
+                raise self.words(bad, slots[bad])
         return self.warn_of_values(plan)
+
+    cdef int look_for_repeats(self, Plan plan, const int64_t* slots) except -1:
+        # DISTINCT says that all are in range too, so that the second pass can be left out.
+        cdef int found = distinct(
+            slots, self.num_tokens, self.num_slots, &plan.repeat_at, &plan.repeat_before
+        )
+        if found == NO_MEMORY:
+            raise MemoryError(f"{self.num_tokens} slots do not fit memory twice")
+        if found == DISTINCT or found == REPEATED:
+            plan.order = found
+        return 0
 
     def accesses(self, Plan plan):
         found = PagedSpec.accesses(self, plan)

@@ -11,6 +11,8 @@ cdef class Spec:
     cdef public tuple warnings         # KVPortabilityWarning texts, given at each call
     cdef readonly object soc
     cdef public object value_quirks    # called with the plan once its values are checked, or None
+    # (place, place before, slot there) -> text of a warning, where repeated slots are warned of
+    cdef public object repeat_text
     cdef unsigned int output_mask
     cdef set disjoint                  # (i, j, distance) proven to share no byte
 
@@ -34,6 +36,9 @@ cdef class Plan:
     cdef bint unproven                 # foreign code ran since the views were read
     cdef int64_t* scratch              # private copies of index arrays
     cdef int64_t scratch_size
+    cdef int order                     # of the last slots: DISTINCT, REPEATED or 0, not known
+    cdef int64_t repeat_at             # where REPEATED: a place, and one before with its slot
+    cdef int64_t repeat_before
     cdef int64_t copied_bytes
     cdef int64_t copied_pieces
     cdef readonly object last          # not None once a run came to its end: touched() is exact

@@ -9,6 +9,7 @@ from kvcore.soc import SoC
 class Spec:
     warnings: tuple[str, ...]
     value_quirks: Callable[[Plan], None] | None
+    repeat_text: Callable[[int, int, int], str] | None
     def __init__(
         self,
         outputs: tuple[int, ...],

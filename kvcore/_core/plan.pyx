@@ -24,6 +24,7 @@ from kvcore._core import overlap, portability, settings
 from kvcore._core.arrays cimport CHANGED, FOREIGN, ON_DEVICE, View, compare, info_of, read_view
 from kvcore._core.spans cimport one_range
 from kvcore._kernels.parallel cimport parallel_threshold
+from kvcore._kernels.scan cimport REPEATED
 from kvcore.errors import BackendUnavailableError, ParamInvalidError, StreamError
 
 cdef extern from "unistd.h":
@@ -117,6 +118,12 @@ cdef class Spec:
 
     cdef int warn_of_values(self, Plan plan) except -1:
         """What a load ends with: the contents are checked, and may be fine here but not there."""
+        if plan.order == REPEATED and self.repeat_text is not None:
+            portability.warn(
+                self.repeat_text(
+                    plan.repeat_at, plan.repeat_before, plan.scratch[plan.repeat_at]
+                )
+            )
         if self.value_quirks is not None:
             self.value_quirks(plan)
         return 0

@@ -32,3 +32,4 @@ cdef class WindowsSpec(Spec):
     cdef int64_t scratch_numbers(self) noexcept
     cdef void last_run(self, Plan plan, windows_job* job) noexcept
     cdef int load(self, Plan plan, totals_t* totals) except -1
+    cdef int look_for_repeats(self, Plan plan) except -1

@@ -18,8 +18,14 @@ from kvcore._core.plan cimport Plan, Spec
 from kvcore._core.spans cimport Spans, spans_for
 from kvcore._kernels.isa cimport streaming_threshold
 from kvcore._kernels.rows cimport kv_page
-from kvcore._kernels.scan cimport load_indices
-from kvcore._kernels.windows cimport pick_mean, run_windows, window_lane, windows_job
+from kvcore._kernels.scan cimport NO_MEMORY, load_indices
+from kvcore._kernels.windows cimport (
+    pick_mean,
+    run_windows,
+    runs_apart,
+    window_lane,
+    windows_job,
+)
 
 cdef enum:
     KEEP_GIL_BYTES = 32768  # below it, giving up the GIL costs more than the copy
@@ -157,9 +163,31 @@ cdef class WindowsSpec(Spec):
             rows = heads[i] + (mean > 0) + n - tails[i]
             if slots[i] >= self.num_slots or rows > self.num_slots - slots[i]:
                 raise self.words("slot", i, slots[i], rows)
+            if rows > INT64_MAX - totals.rows:
+                rows = INT64_MAX - totals.rows
             totals.rows += rows
             totals.tokens += heads[i] + mean + n - tails[i]
+        plan.order = 0
+        if self.soc is not None and totals.rows > self.num_slots:
+            raise self.words("rows", -1, totals.rows, self.num_slots)
+        if self.repeat_text is not None:
+            self.look_for_repeats(plan)
         return self.warn_of_values(plan)
+
+    cdef int look_for_repeats(self, Plan plan) except -1:
+        cdef windows_job job
+        memset(&job, 0, sizeof(windows_job))
+        self.point(plan, &job)
+        plan.order = runs_apart(
+            &job,
+            self.num_slots,
+            plan.scratch + 3 * self.batch * self.num_heads + 2 * self.batch,
+            &plan.repeat_at,
+            &plan.repeat_before,
+        )
+        if plan.order == NO_MEMORY:
+            raise MemoryError(f"a map of {self.num_slots} slots does not fit memory")
+        return 0
 
     cdef object execute(self, Plan plan):
         cdef windows_job job

@@ -43,4 +43,7 @@ ctypedef struct windows_job:
     int64_t n_parts       # parts of a row, each of at most MAX_SUMS items
 
 cdef void pick_mean(windows_job* job, int kind) noexcept nogil
+cdef int runs_apart(
+    const windows_job* job, int64_t num_slots, int64_t* pairs, int64_t* at, int64_t* before
+) noexcept nogil
 cdef void run_windows(windows_job* job, int n_threads, int64_t* pairs) noexcept nogil

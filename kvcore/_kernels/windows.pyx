@@ -11,13 +11,14 @@ Work is cut into units: a lane, a batch, a group of heads, a part of the rows.  
 buffer on the stack, so there is nothing to allocate and nothing to fail.
 """
 
-from libc.stdint cimport int64_t, uint32_t
-from libc.stdlib cimport qsort
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, qsort
 from libc.string cimport memset
 
 from kvcore._kernels.isa cimport active, kv_isa
 from kvcore._kernels.parallel cimport run_chunks
 from kvcore._kernels.rows cimport kv_copy, kv_inside, kv_page
+from kvcore._kernels.scan cimport DISTINCT, NO_MEMORY, REPEATED, map_fits
 
 ctypedef void (*stream_t)(char* dst, const char* src, int64_t n) noexcept nogil
 
@@ -95,6 +96,73 @@ cdef bint runs_overlap(const windows_job* job, int64_t* pairs) noexcept nogil:
         if pairs[2 * i] < pairs[2 * i - 1]:
             return True
     return False
+
+
+cdef int claim(uint64_t* words, int64_t first, int64_t past) noexcept nogil:
+    # Set bits [first, past), which are not none; whether one of them was set.
+    cdef int64_t i = first >> 6, last = (past - 1) >> 6
+    cdef uint64_t taken = 0, mask = <uint64_t>-1 << (first & 63)
+    while i < last:
+        taken |= words[i] & mask
+        words[i] |= mask
+        mask = <uint64_t>-1
+        i += 1
+    mask &= <uint64_t>-1 >> (63 - ((past - 1) & 63))
+    taken |= words[i] & mask
+    words[i] |= mask
+    return taken != 0
+
+
+cdef int runs_apart(
+    const windows_job* job, int64_t num_slots, int64_t* pairs, int64_t* at, int64_t* before
+) noexcept nogil:
+    """Whether each slot is written once: DISTINCT, REPEATED or NO_MEMORY.
+
+    When REPEATED, runs at > before share a slot.  No more than num_slots rows are written.
+    pairs: room for 2 * batch * num_heads numbers.
+    """
+    cdef int64_t i, n = 0, rows, past = 0, runs = job.batch * job.num_heads
+    cdef bint ascending = True
+    cdef uint64_t* words
+    for i in range(runs):
+        rows = run_rows_of(job, i)
+        if job.slots[i] < 0 or rows == 0:
+            continue
+        ascending = ascending and job.slots[i] >= past
+        past = job.slots[i] + rows
+        pairs[2 * n] = job.slots[i]
+        pairs[2 * n + 1] = i
+        n += 1
+    if ascending:
+        return DISTINCT
+    at[0] = -1
+    if map_fits(n, num_slots):
+        words = <uint64_t*>calloc(<size_t>(num_slots // 64 + 1), 8)
+        if words == NULL:
+            return NO_MEMORY
+        for i in range(n):
+            past = pairs[2 * i] + run_rows_of(job, pairs[2 * i + 1])
+            if claim(words, pairs[2 * i], past):
+                at[0] = i
+                break
+        free(words)
+        if at[0] < 0:
+            return DISTINCT
+        for i in range(at[0]):
+            if pairs[2 * i] < past and (
+                pairs[2 * i] + run_rows_of(job, pairs[2 * i + 1]) > pairs[2 * at[0]]
+            ):
+                before[0] = pairs[2 * i + 1]
+                break
+        at[0] = pairs[2 * at[0] + 1]
+        return REPEATED
+    qsort(pairs, <size_t>n, 2 * sizeof(int64_t), by_first)
+    for i in range(1, n):
+        if pairs[2 * i - 2] + run_rows_of(job, pairs[2 * i - 1]) > pairs[2 * i]:
+            at[0] = pairs[2 * i + 1] if pairs[2 * i + 1] > pairs[2 * i - 1] else pairs[2 * i - 1]
+            before[0] = pairs[2 * i + 1] + pairs[2 * i - 1] - at[0]
+            return REPEATED
+    return DISTINCT
 
 
 cdef void copy_rows(

@@ -35,7 +35,7 @@ from kvcore.ops.scatter_case import (
 )
 from kvcore.soc import SoC
 
-__all__ = ["check", "resolve"]
+__all__ = ["check", "place", "resolve"]
 
 
 def check(case: Case) -> None:
@@ -103,7 +103,7 @@ def resolve(case: Case, soc: SoC | None) -> Spec:
         window_arg=COMPRESS_LENS,
         offset_arg=-1 if case.rule == "Alibi" else COMPRESS_SEQ_OFFSET,
         length_arg=SEQ_LENS,
-        words=partial(_fault, case),
+        words=partial(_fault, case, soc),
         soc=soc,
     )
 
@@ -149,10 +149,12 @@ def _steps(info: ArrayInfo) -> list[int]:
     ]
 
 
-def _fault(case: Case, rule: str, index: int, seen: int, other: int) -> Exception:
+def _fault(case: Case, soc: SoC | None, rule: str, index: int, seen: int, other: int) -> Exception:
     """The error of a value at that place of its array; ``other`` is what it was compared with."""
     if rule == "slot":
         return _slot_fault(case, index, seen, other)
+    if rule == "rows":
+        return _too_many_rows(case, soc, seen)
     batch = index // max(case.heads, 1)
     at = SEQ_LENS
     if rule == "length":
@@ -175,10 +177,11 @@ def _fault(case: Case, rule: str, index: int, seen: int, other: int) -> Exceptio
     else:
         at = COMPRESS_LENS
         expected = f"at most {other} (seq_lens[{batch}] - compress_seq_offset[{index}])"
-    return _invalid(_place(case, at, index), expected, seen, str(seen))
+    return _invalid(place(case, at, index), expected, seen, str(seen))
 
 
-def _place(case: Case, at: int, index: int) -> str:
+def place(case: Case, at: int, index: int) -> str:
+    """The name of one entry of an index array, as in "slot_mapping[1, 0]"."""
     info = case.infos[at]
     assert info is not None
     if len(info.shape) == 2:
@@ -195,12 +198,20 @@ def _invalid(where: str, expected: str, seen: int, seen_text: str) -> ParamInval
     )
 
 
+def _too_many_rows(case: Case, soc: SoC | None, rows: int) -> ParamInvalidError:
+    """The error of a call that writes more rows than there are slots, which a SoC's document
+    forbids."""
+    expected = f"num_blocks * block_size >= {rows}, the rows that this call writes, on {soc:s}"
+    seen = f"{case.blocks} * {case.block_size} = {case.blocks * case.block_size}"
+    return _invalid("key_cache", expected, case.blocks * case.block_size, seen)
+
+
 def _slot_fault(case: Case, index: int, slot: int, rows: int) -> SlotRangeError:
     bound = case.blocks * case.block_size
     run = f"slot + {rows} rows of the run <= {bound}"
     expected = f"slot < {bound}" if slot >= bound else run
     return SlotRangeError(
-        f"{_place(case, SLOT_MAPPING, index)}: expected {expected} "
+        f"{place(case, SLOT_MAPPING, index)}: expected {expected} "
         f"(num_blocks {case.blocks} * block_size {case.block_size}), got {slot}",
         argument="slot_mapping",
         seen=slot,

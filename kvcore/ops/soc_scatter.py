@@ -21,6 +21,8 @@ from kvcore._core.lanes import NZ_BYTES
 from kvcore._core.plan import Spec
 from kvcore._core.portability import Harm, warn
 from kvcore.errors import fail
+from kvcore.ops import compress
+from kvcore.ops.scatter_case import SLOT_MAPPING
 from kvcore.soc import PROFILES, Accepted, SoC
 
 __all__ = ["KEY_ONLY", "KEY_VALUE", "apply", "check_scatter", "value_quirks"]
@@ -36,6 +38,7 @@ def apply(spec: Spec, case: Any, soc: SoC, operator: str = KEY_VALUE) -> Spec:
     """Check a Case against a SoC and give its Spec the warnings; returns the Spec."""
     spec.warnings = check_scatter(case, soc, operator)
     spec.value_quirks = value_quirks(case, soc)
+    spec.repeat_text = _RepeatText(case, soc.name)
     return spec
 
 
@@ -244,13 +247,34 @@ def value_quirks(case: Any, soc: SoC) -> Callable[[Any], None] | None:
         return None
     if case.number == 7:
         return _NegativeSlots(soc.name, case.number)
-    return _Windows(soc.name, case.number, case.rule, case.heads)
+    return _Windows(soc.name, case)
 
 
 def _values(plan: Any, argument: str) -> NDArray[np.int64]:
     i = plan.operator.arguments.index(argument)
     raw = adopt.as_raw(plan.arrays[i], argument)
     return np.array(raw.view(f"i{raw.itemsize}"), np.int64).reshape(-1)
+
+
+class _RepeatText:
+    """The text for a place of slot_mapping whose slots are written from a place before it too.
+
+    No Harm: which token such a slot holds is what the document leaves open, not a wrong byte.
+    """
+
+    def __init__(self, case: Any, soc: str) -> None:
+        self.case = case
+        self.soc = soc
+
+    def __call__(self, at: int, before: int, slot: int) -> str:
+        here = compress.place(self.case, SLOT_MAPPING, at)
+        there = compress.place(self.case, SLOT_MAPPING, before)
+        compresses = self.case.number in _COMPRESSION
+        how = "begins a run that overlaps that of" if compresses else "repeats"
+        return (
+            f"{self.soc}: {here} = {slot} {how} {there}; the operator's document forbids repeated "
+            "slots and promises nothing of what they hold (here the last token wins)"
+        )
 
 
 class _NegativeSlots:
@@ -284,14 +308,18 @@ class _NegativeSlots:
 class _Windows(_NegativeSlots):
     """Scenarios 3, 4, 5: a run per (batch, head)."""
 
-    def __init__(self, soc: str, number: int, rule: str, heads: int) -> None:
-        super().__init__(soc, number)
-        self.rule = rule
-        self.heads = heads
+    def __init__(self, soc: str, case: Any) -> None:
+        super().__init__(soc, case.number)
+        self.rule = case.rule
+        self.heads = case.heads
+        self.blocks = case.blocks
+        self.block_size = case.block_size
 
     def __call__(self, plan: Any) -> None:
         windows = _values(plan, "compress_lens")
         rows = windows
+        if self.rule == "Alibi":
+            self.warn_of_sum(plan, windows)
         if self.rule in _MEANS_OR_DROPS:
             starts = _values(plan, "compress_seq_offset")
             if self.soc == "950":
@@ -302,6 +330,18 @@ class _Windows(_NegativeSlots):
         # On the 950 the tiling refuses 4 and 5 before a slot counts.
         if self.soc != "950" or self.number == 3:
             self.warn_of(_values(plan, "slot_mapping"), rows)
+
+    def warn_of_sum(self, plan: Any, windows: NDArray[np.int64]) -> None:
+        """Warn of a call that breaks the document's bound on rows, which is Omni's, alone."""
+        tokens = np.repeat(_values(plan, "seq_lens"), self.heads)
+        left = (tokens - windows)[_values(plan, "slot_mapping") >= 0]
+        total = int(left.sum())
+        if total > self.blocks * self.block_size:
+            warn(
+                f"{self.soc}: the document bounds the sum of seq_lens - compress_lens by "
+                f"num_blocks * block_size = {self.blocks} * {self.block_size} in Alibi too, which "
+                f"writes compress_lens rows of a run; it is {total}"
+            )
 
     def warn_of_windows(self, windows: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
         """Warn of the first empty window and of the first head without compression."""
