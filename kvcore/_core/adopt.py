@@ -21,7 +21,9 @@ from kvcore.errors import KVCoreError, ParamInvalidError, ParamNullError, fail
 
 __all__ = [
     "Reading",
+    "as_numpy",
     "as_raw",
+    "changed",
     "dtype_name",
     "is_fixed",
     "not_an_array",
@@ -30,6 +32,7 @@ __all__ = [
     "row_of_name",
     "settle",
     "torch_tensor_type",
+    "zeros_like",
 ]
 
 Reading = tuple[int, tuple[int, ...], tuple[int, ...], int, int, bool, bool, Any]
@@ -162,6 +165,80 @@ def as_raw(obj: Any, name: str) -> np.ndarray[Any, Any]:
         "typestr": np.dtype(f"u{itemsize}").str,
     }
     return np.asarray(_Interface(interface, (obj, reading)))
+
+
+def as_numpy(obj: Any, name: str) -> np.ndarray[Any, Any]:
+    """A numpy array that shares the memory of any array on the host.
+
+    Its elements have numpy's or ml_dtypes' type of the same name (a torch bfloat16 tensor gives
+    ml_dtypes' bfloat16); packed float4, and hifloat8 without en_dtypes, are carried as uint8.  A
+    numpy array is given back as it is.  Raises ParamNullError or ParamInvalidError naming the
+    argument: for no array, for memory of a device, for a type that neither package has.
+    """
+    inner = obj if isinstance(obj, np.ndarray) else _attribute(obj, "__kvcore_array__", name)
+    if not isinstance(inner, np.ndarray):
+        reading = read(obj, name)
+        if reading[6]:
+            fail(name, "memory of the host", "memory of a device")
+        if not isinstance(reading[7], np.ndarray):
+            return _shared(obj, settle(reading, name), name)
+        inner = reading[7]
+    if isinstance(inner, np.ma.MaskedArray):
+        fail(name, "an array without a mask", "a MaskedArray")
+    return inner if type(inner) is np.ndarray else np.ndarray.view(inner, np.ndarray)
+
+
+def _shared(obj: Any, reading: Reading, name: str) -> np.ndarray[Any, Any]:
+    address, shape, strides, row, itemsize, read_only, _, owner = reading
+    if row == NOT_IN_TABLE:
+        spelled = owner.dtype_name if isinstance(owner, dlpack.Tensor) else dtype_name(obj)
+        kind = _other_dtype(spelled, itemsize)
+        if kind is None:
+            fail(name, "elements of a type that numpy or ml_dtypes has", f"dtype {spelled}")
+    else:
+        found = dtypes.TABLE[row]
+        kind = numpy_dtype(found) or np.dtype(found.raw)
+    interface = {
+        "version": 3,
+        "data": (address, read_only),
+        "shape": shape,
+        "strides": strides,
+        "typestr": f"|V{itemsize}",
+    }
+    return np.asarray(_Interface(interface, (obj, reading))).view(kind)
+
+
+def _other_dtype(spelled: str, itemsize: int) -> np.dtype[Any] | None:
+    """The type of that name and size that is in no row of the table: float64, bool, float8_e8m0."""
+    found = getattr(ml_dtypes, spelled, None)
+    try:
+        kind = np.dtype(spelled if found is None else found)
+    except TypeError:
+        return None
+    return kind if kind.itemsize == itemsize and not kind.hasobject else None
+
+
+def zeros_like(obj: Any, shape: tuple[int, ...], name: str) -> Any:
+    """A new array of zeros of the same element type: a torch tensor for one, else numpy's."""
+    if not _is_torch(obj):
+        return np.zeros(shape, as_numpy(obj, name).dtype)
+    read(obj, name)
+    torch: Any = sys.modules["torch"]
+    # As bytes: torch fills no tensor of its packed types.
+    *outer, last = shape
+    made = torch.zeros((*outer, last * obj.dtype.itemsize), dtype=torch.uint8, device=obj.device)
+    return made.view(obj.dtype)
+
+
+def changed(name: str) -> ParamInvalidError:
+    """The error for an array that is no longer what it was when its user took it."""
+    expected = "the memory, shape and dtype it had when it was given"
+    return ParamInvalidError(
+        f"{name}: expected {expected}, got an array that changed since; give it again",
+        argument=name.partition("[")[0],
+        seen="an array that changed since",
+        expected=expected,
+    )
 
 
 def is_fixed(obj: Any) -> bool:

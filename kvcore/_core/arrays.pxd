@@ -36,3 +36,10 @@ cdef class ArrayInfo:
     cdef readonly bint read_only
     cdef readonly bint on_device
     cdef readonly int64_t address
+
+cdef class Held:
+    cdef View _view
+    cdef list _keep
+    cdef bint _lasts
+    cdef readonly object obj
+    cdef readonly ArrayInfo info

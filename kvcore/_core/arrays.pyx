@@ -355,6 +355,29 @@ def read(object obj, str name="array"):
     return info_of(obj, name, &view)
 
 
+cdef class Held:
+    """An array that is taken now and used later, by its address.
+
+    obj: what was passed, kept alive with its memory; info: the ArrayInfo of this moment.
+    Raises what ``read`` raises.
+    """
+
+    def __init__(self, object obj, str name="array"):
+        if obj is None:
+            raise adopt.not_an_array(obj, name)
+        self._keep = []
+        read_view(obj, name, &self._view, self._keep)
+        self.obj = obj
+        self.info = info_of(obj, name, &self._view)
+        # A buffer of the runtime keeps shape and bytes: launched work may outlive its free().
+        self._lasts = hasattr(type(obj), "__kvcore_array__")
+
+    def check(self):
+        """Raise ParamInvalidError when the array was resized, reshaped or moved since."""
+        if not self._lasts and compare(self.obj, self.info.name, &self._view) & CHANGED:
+            raise adopt.changed(self.info.name)
+
+
 def _learn(object descr, int dtype):
     global n_known
     if n_known == KNOWN or dtype >= KNOWN:

@@ -7,6 +7,10 @@ import os
 from collections.abc import Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore._core import adopt
 from kvcore.errors import fail
 
 if TYPE_CHECKING:
@@ -14,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_choice", "check_device", "check_identity", "check_integer", "check_path", "check_stream",
-    "each_key", "each_of",
+    "each_key", "each_of", "read_indices",
 ]  # fmt: skip
 
 
@@ -59,6 +63,21 @@ def each_key(argument: str, values: Any) -> Iterator[Hashable]:
     """The keys one by one, as far as they are asked for.  Raises ParamInvalidError."""
     for place, key in enumerate(each_of(argument, values)):
         yield check_identity(f"{argument}[{place}]", key)
+
+
+def read_indices(argument: str, values: Any, axes: int | None = 1) -> NDArray[Any]:
+    """An int32 or int64 array of any package as a numpy array that shares its memory.
+
+    axes: how many it must have; None: any.  Raises ParamNullError and ParamInvalidError.
+    """
+    if values is not None and isinstance(values, str | int | float | list | tuple | dict):
+        fail(argument, "an int32 or int64 array", type(values).__name__)
+    array = adopt.as_numpy(values, argument)
+    if array.dtype not in (np.int32, np.int64):
+        fail(argument, "an int32 or int64 array", array.dtype)
+    if axes is not None and array.ndim != axes:
+        fail(argument, "one axis" if axes == 1 else f"{axes} axes", f"shape {array.shape}")
+    return array
 
 
 def check_device(argument: str, value: Any) -> Device:

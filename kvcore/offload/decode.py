@@ -32,11 +32,18 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from kvcore.errors import ParamNullError, StreamError, fail
-from kvcore.offload.checks import check_device, check_identity, check_integer, check_stream, each_of
+from kvcore.offload.checks import (
+    check_device,
+    check_identity,
+    check_integer,
+    check_stream,
+    each_of,
+    read_indices,
+)
 from kvcore.offload.decode_choice import Chooser, Select
 from kvcore.offload.decode_launch import Launcher
 from kvcore.offload.decode_places import Places, check_full, read_groups
-from kvcore.offload.decode_request import DecodeRequest, read_table
+from kvcore.offload.decode_request import DecodeRequest
 from kvcore.offload.decode_result import DecodeTotals, RequestStep, StepResult
 from kvcore.offload.decode_step import DecodeStep, decode_failed
 from kvcore.offload.device_pool import DevicePool
@@ -210,10 +217,10 @@ class DecodeEngine:
             fail("request", "one not admitted yet", repr(request))
         if len(self._states) + len(self._leaving) >= self.max_batch:
             fail("request", f"at most max_batch ({self.max_batch}) requests at a time", "one more")
-        array = read_table(table)
+        read_indices("table", table)
         check_integer("context", context, 0, self.max_tokens)
         place, pools = self._places.take(request) if real else (-1, {})
-        self._states[request] = DecodeRequest(request, array, context, place, pools)
+        self._states[request] = DecodeRequest(request, table, context, place, pools)
 
     async def preempt(self, request: Hashable) -> int:
         """Send what the host lacks, then forget the request; its blocks may be given back.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.errors import fail
-from kvcore.offload.checks import check_integer
+from kvcore.offload.checks import check_integer, read_indices
 from kvcore.offload.decode_request import DecodeRequest
 from kvcore.offload.decode_sample import MissModel, Rows
 
@@ -163,10 +163,9 @@ class Chooser:
 
 def _read_ids(ids: Any, end: int, topk: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
     """The union of the ids, and each query's rows in it when there are several queries."""
-    array = getattr(ids, "__kvcore_array__", ids)
-    if not isinstance(array, np.ndarray) or array.dtype not in (np.int32, np.int64):
-        seen = array.dtype if isinstance(array, np.ndarray) else type(ids).__name__
-        fail("ids", "an int32 or int64 array", seen)
+    if ids is None:
+        fail("ids", "an int32 or int64 array", "NoneType")
+    array = read_indices("ids", ids, None)
     if array.ndim not in (1, 2):
         fail("ids", "[n] or [queries, n]", f"shape {array.shape}")
     index: NDArray[np.int64] | None = None

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvcore
-from kvcore._core import overlap
+from kvcore._core import adopt, overlap
 from kvcore._core.overlap import Access
 from kvcore._kernels import pool_rows
 from kvcore.errors import fail
@@ -318,9 +318,8 @@ def _rows(name: str, owner: Any, starts: NDArray[np.int64], row_bytes: int) -> A
 
 
 def _as_bytes(name: str, array: Any, count: int, row_bytes: int) -> NDArray[np.uint8]:
-    if not isinstance(array, np.ndarray):
-        fail(name, "a numpy array", type(array).__name__)
-    rows = np.ascontiguousarray(array)
+    given = adopt.as_numpy(array, name)
+    rows = np.ascontiguousarray(given)
     if rows.ndim < 1 or rows.shape[0] != count or rows.nbytes != count * row_bytes:
-        fail(name, f"{count} rows of {row_bytes} bytes", f"shape {array.shape} of {array.dtype}")
+        fail(name, f"{count} rows of {row_bytes} bytes", f"shape {given.shape} of {given.dtype}")
     return rows.reshape(count, -1).view(np.uint8)

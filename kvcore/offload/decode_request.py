@@ -21,31 +21,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.errors import ParamNullError, fail
+from kvcore.errors import fail
+from kvcore.offload.checks import read_indices
 
 if TYPE_CHECKING:
     from kvcore.offload.device_pool import DevicePool
 
-__all__ = ["DecodeRequest", "read_table"]
-
-
-def read_table(table: Any) -> NDArray[Any]:
-    """The block table as the array it is, shared: what its owner writes there is seen."""
-    if table is None:
-        raise ParamNullError("table: expected an array, got None", argument="table")
-    array = getattr(table, "__kvcore_array__", table)
-    if not isinstance(array, np.ndarray) or array.dtype not in (np.int32, np.int64):
-        seen = array.dtype if isinstance(array, np.ndarray) else type(table).__name__
-        fail("table", "an int32 or int64 array", seen)
-    if array.ndim != 1:
-        fail("table", "one axis", f"shape {array.shape}")
-    return array
+__all__ = ["DecodeRequest"]
 
 
 class DecodeRequest:
     """One request.
 
     place:     its place of the rings and pools; -1: accounted only.
+    table:     the block table, shared: what its owner writes there is seen.
     pools:     its pool for each group with real layers, by group index.
     confirmed: leading tokens the host has for certain (``clean``: copies launched).
     age:       steps since it was admitted.
@@ -53,23 +42,40 @@ class DecodeRequest:
     """
 
     __slots__ = (
-        "aborted", "age", "clean", "confirmed", "context", "end", "epoch", "failed", "name",
-        "place", "pools", "table", "window",
+        "_table",
+        "aborted",
+        "age",
+        "clean",
+        "confirmed",
+        "context",
+        "end",
+        "epoch",
+        "failed",
+        "name",
+        "place",
+        "pools",
+        "window",
     )  # fmt: skip
 
     def __init__(
         self,
         name: Hashable,
-        table: NDArray[Any],
+        table: Any,
         context: int,
         place: int,
         pools: dict[int, DevicePool],
     ) -> None:
-        self.name, self.table, self.place, self.pools = name, table, place, pools
+        self.name, self.place, self.pools = name, place, pools
+        self._table = table
         self.context = self.end = self.clean = self.confirmed = self.window = context
         self.age = self.epoch = 0
         self.aborted = False
         self.failed: BaseException | None = None
+
+    @property
+    def table(self) -> NDArray[Any]:
+        """int32 or int64 [columns], as it is now: other packages' arrays can move or grow."""
+        return read_indices("table", self._table)
 
     @property
     def real(self) -> bool:
@@ -83,8 +89,9 @@ class DecodeRequest:
         """
         want = max(0, min(want, max_tokens - self.context))
         first, last = self.context // block_size, (self.context + want - 1) // block_size
+        table = self.table
         for column in range(first, last + 1):
-            block = int(self.table[column]) if column < len(self.table) else -1
+            block = int(table[column]) if column < len(table) else -1
             if block >= num_blocks:
                 fail(f"table[{column}]", f"a block below {num_blocks}", block)
             if block < 0:
@@ -100,14 +107,15 @@ class DecodeRequest:
         """
         positions = np.arange(first, end)
         columns, rows = np.divmod(positions, block_size)
-        if first < end and columns[-1] >= len(self.table):
-            fail("table", f"a block for token {end - 1}", f"{len(self.table)} columns")
-        blocks = self.table[columns].astype(np.int64)
+        table = self.table
+        if first < end and columns[-1] >= len(table):
+            fail("table", f"a block for token {end - 1}", f"{len(table)} columns")
+        blocks = table[columns].astype(np.int64)
         bad = np.flatnonzero((blocks < 0) | (blocks >= num_blocks))
         if len(bad):
             column = int(columns[bad[0]])
             expected = f"a block below {num_blocks} for token {int(positions[bad[0]])}"
-            fail(f"table[{column}]", expected, int(self.table[column]))
+            fail(f"table[{column}]", expected, int(table[column]))
         return blocks * block_size + rows
 
     # -- changes --------------------------------------------------------------------------

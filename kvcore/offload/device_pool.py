@@ -31,8 +31,8 @@ from kvcore import threads
 from kvcore._core import arrays, overlap
 from kvcore._core.overlap import Access
 from kvcore._kernels import pool_rows
-from kvcore.errors import ParamNullError, StreamError, fail
-from kvcore.offload.checks import check_device, check_identity, check_integer
+from kvcore.errors import StreamError, fail
+from kvcore.offload.checks import check_device, check_identity, check_integer, read_indices
 from kvcore.offload.full_lanes import FullLane, read_full
 from kvcore.offload.policy import make_books
 
@@ -256,7 +256,7 @@ class DevicePool:
         nothing then.
         """
         self._checked(request)
-        wanted = _indices("ids", ids)
+        wanted = read_indices("ids", ids)
         if len(wanted) > self.topk:
             fail("ids", f"at most topk ({self.topk}) ids", len(wanted))
         n = len(wanted)
@@ -279,7 +279,7 @@ class DevicePool:
             if block_table is not None:
                 fail("block_table", "none for a flat full cache", type(block_table).__name__)
             return np.zeros(1, np.int64)
-        return np.ascontiguousarray(_indices("block_table", block_table), np.int64)
+        return np.ascontiguousarray(read_indices("block_table", block_table), np.int64)
 
     def _refuse(self, fault: int, place: int, ids: Ids, block_table: Any) -> NoReturn:
         id = int(ids[place])
@@ -289,9 +289,10 @@ class DevicePool:
         column = id // self._block_size
         if self._flat:
             fail(f"ids[{place}]", f"a row of the full cache ({self._block_size})", id)
-        if column >= len(block_table):
-            fail(f"ids[{place}]", f"a token of {len(block_table)} blocks", id)
-        fail(f"block_table[{column}]", f"a block below {self._num_blocks}", block_table[column])
+        table = self._table(block_table)
+        if column >= len(table):
+            fail(f"ids[{place}]", f"a token of {len(table)} blocks", id)
+        fail(f"block_table[{column}]", f"a block below {self._num_blocks}", int(table[column]))
 
     def abandon(self, selection: Selection) -> None:
         """Take back the newest selection: the places it gave are free, whatever was installed.
@@ -356,13 +357,14 @@ class DevicePool:
 class PoolOutput:
     """Where rows are served to, read once for many moves: an array a lane."""
 
-    __slots__ = ("arrays", "infos")
+    __slots__ = ("arrays", "held", "infos")
 
     def __init__(self, out: Sequence[Any]) -> None:
         if isinstance(out, np.ndarray) or not isinstance(out, Sequence):
             fail("out", "a sequence with an array a lane", type(out).__name__)
         self.arrays = tuple(out)
-        self.infos = [arrays.read(array, f"out[{lane}]") for lane, array in enumerate(out)]
+        self.held = [arrays.Held(array, f"out[{lane}]") for lane, array in enumerate(out)]
+        self.infos = [held.info for held in self.held]
 
 
 class PoolMove:
@@ -392,6 +394,8 @@ class PoolMove:
         self.skipped = False
         self._ran = False
         self._infos = output.infos
+        # What was passed may be resized before the move runs.
+        self._held = [*output.held, *(lane.given for lane in layer.lanes)]
         for number, info in enumerate(output.infos):
             self._check_out(number, info)
 
@@ -445,12 +449,18 @@ class PoolMove:
         )
 
     def run(self) -> None:
-        """Move the bytes.  Raises StreamError when the order of the layer is broken."""
+        """Move the bytes.
+
+        Raises StreamError when the order of the layer is broken, ParamInvalidError for an array
+        that was resized or reshaped since; nothing is written then.
+        """
         pool, selection = self._pool, self._selection
         self._ran = True
         self.skipped = pool._closed or selection.number <= pool._barrier
         if self.skipped:
             return
+        for held in self._held:
+            held.check()
         self._check_order()
         n, kind, layer = len(selection.ids), self._kind, self._layer
         places, rows = selection.places(kind), self._rows()
@@ -532,15 +542,3 @@ def _workers(nbytes: int) -> int:
     if nbytes < PARALLEL_BYTES:
         return 1
     return threads.default_threads() or threads.usable_cores()
-
-
-def _indices(name: str, values: Any) -> Ids:
-    if values is None:
-        raise ParamNullError(f"{name}: expected an array, got None", argument=name)
-    array = getattr(values, "__kvcore_array__", values)
-    if not isinstance(array, np.ndarray) or array.dtype not in (np.int32, np.int64):
-        seen = array.dtype if isinstance(array, np.ndarray) else type(values).__name__
-        fail(name, "an int32 or int64 array", seen)
-    if array.ndim != 1:
-        fail(name, "one axis", f"shape {array.shape}")
-    return array

@@ -21,17 +21,18 @@ Lane = TypeVar("Lane", bound="FullLane")
 class FullLane:
     """A lane ``[blocks, block_size, size]``, or ``[tokens, size]`` (flat: one block).
 
-    owner: what the caller passed; row r of the lane is row r % block_size of block
-    r // block_size.
+    owner: what the caller passed; given: what it was then.  Row r of the lane is row
+    r % block_size of block r // block_size.
     """
 
     __slots__ = (
-        "address", "block_size", "block_stride", "flat", "num_blocks", "owner", "read_only",
-        "row_bytes", "row_stride",
+        "address", "block_size", "block_stride", "flat", "given", "num_blocks", "owner",
+        "read_only", "row_bytes", "row_stride",
     )  # fmt: skip
 
     def __init__(self, name: str, full: Any) -> None:
-        info = arrays.read(full, name)
+        self.given = arrays.Held(full, name)
+        info = self.given.info
         if len(info.shape) not in (2, 3) or 0 in info.shape:
             fail(name, "rows [tokens, size] or blocks [blocks, block_size, size]", info.shape)
         if info.strides[-1] != info.itemsize or min(info.strides) < 0:

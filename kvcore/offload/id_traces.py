@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.errors import ParamNullError, fail
-from kvcore.offload.checks import check_integer, check_path
+from kvcore.errors import fail
+from kvcore.offload.checks import check_integer, check_path, read_indices
 from kvcore.offload.policy import make_books
 
 __all__ = ["check_ids", "hit_rate", "read_ids", "write_ids"]
@@ -39,11 +39,7 @@ def check_ids(ids: Any, where: str = "ids") -> NDArray[np.int32]:
     Raises ParamNullError and ParamInvalidError: not three axes of at least one, not int32 or
     int64, an id below -1 or above 2^31 - 2, an id twice in a row.
     """
-    if ids is None:
-        raise ParamNullError(f"{where}: expected an array, got None", argument=where)
-    if not isinstance(ids, np.ndarray) or ids.dtype not in (np.int32, np.int64):
-        seen = ids.dtype if isinstance(ids, np.ndarray) else type(ids).__name__
-        fail(where, "an int32 or int64 array [steps, layers, topk]", seen)
+    ids = read_indices(where, ids, None)
     if ids.ndim != 3 or 0 in ids.shape:
         fail(where, "three axes [steps, layers, topk], none empty", f"shape {ids.shape}")
     narrow = np.empty(ids.shape, np.int32)

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcore._core import arrays
+from kvcore._core import adopt, arrays
 from kvcore.errors import StreamError, fail
-from kvcore.offload.checks import check_device, check_integer, check_stream
+from kvcore.offload.checks import check_device, check_integer, check_stream, read_indices
 
 if TYPE_CHECKING:
     from kvcore.runtime import Buffer, Device, Event, Stream
@@ -81,7 +81,10 @@ class PrefillOffloader:
             check_integer("full", layer, 0)
             if isinstance(given, np.ndarray) or not isinstance(given, Sequence) or not given:
                 fail(f"full[{layer}]", "a sequence of arrays, one a lane", type(given).__name__)
-        self._full = {layer: tuple(lanes) for layer, lanes in full.items()}
+        self._full = {
+            layer: tuple(_sliceable(lane, f"full[{layer}]") for lane in lanes)
+            for layer, lanes in full.items()
+        }
         self._shape = _common_shape(self._full)
         self._device, self._copies = device, copies
         self.max_tokens, self.depth = max_tokens, depth
@@ -181,10 +184,10 @@ class PrefillOffloader:
         self, staging: Staging, block_table: Any, first: int, count: int
     ) -> tuple[list[Any], list[Any]]:
         num_blocks, block_size, _ = self._shape
-        table = getattr(block_table, "__kvcore_array__", block_table)
-        if not isinstance(table, np.ndarray) or table.dtype not in (np.int32, np.int64):
-            fail("block_table", "an int32 or int64 array", type(block_table).__name__)
-        if table.ndim != 1 or len(table) * block_size < first + count:
+        if block_table is None:
+            fail("block_table", "an int32 or int64 array", "NoneType")
+        table = read_indices("block_table", block_table)
+        if len(table) * block_size < first + count:
             fail("block_table", f"blocks for {first + count} tokens", f"shape {table.shape}")
         targets: list[Any] = []
         sources: list[Any] = []
@@ -199,6 +202,16 @@ class PrefillOffloader:
                 sources.append(buffer[done : done + rows])
             done += rows
         return targets, sources
+
+
+def _sliceable(lane: Any, name: str) -> Any:
+    """The lane, or a numpy array of its memory where its own type may know no slices."""
+    from kvcore.runtime import Buffer
+
+    torch_type = adopt.torch_tensor_type()
+    if isinstance(lane, Buffer | np.ndarray) or (torch_type and isinstance(lane, torch_type)):
+        return lane
+    return adopt.as_numpy(lane, name)
 
 
 def _common_shape(
@@ -216,10 +229,7 @@ def _common_shape(
         places = {info.shape[:2] for info in infos}
         if len(places) != 1:
             fail(f"full[{layer}]", "lanes of one block table", sorted(places))
-        sizes = tuple(
-            (info.shape[2], str(getattr(lane, "dtype", "")))
-            for info, lane in zip(infos, lanes, strict=True)
-        )
+        sizes = tuple((info.shape[2], info.dtype_name) for info in infos)
         num_blocks, block_size = places.pop()
         shapes.append((num_blocks, block_size, sizes))
         if shapes[-1] != shapes[0]:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvcore
-from kvcore._core import arrays
+from kvcore._core import adopt, arrays
 from kvcore.errors import fail
 from kvcore.offload.checks import check_device, check_identity, check_integer, each_of
 
@@ -42,7 +42,8 @@ class SelectionCache:
     page:          tokens of a block of the selection buffers (a multiple of ``block``).
     device:        a ``kvcore.Device`` for the buffers and the index arrays; None: plain arrays.
 
-    kv, rope: the selection buffers [batch * steps * columns, page, size] (rope None without one).
+    kv, rope: the selection buffers [batch * steps * columns, page, size] (rope None without one);
+              without a device torch tensors where the full cache is one, else numpy arrays.
     table:    int32 [batch * steps, columns]; status: int32 [batch, steps, 1, topk + 1].
     Raises ParamInvalidError; DeviceOutOfMemoryError with nothing kept.
     """
@@ -92,15 +93,14 @@ class SelectionCache:
         if len(info.shape) != 3:
             fail(name, "[blocks, block_size, size]", info.shape)
         # The array's own type, so that the operator sees one type on both sides.
-        dtype = getattr(full, "dtype", None)
         if device is None:
-            dtype = getattr(getattr(full, "__kvcore_array__", full), "dtype", None)
-        return self._make((*shape, info.shape[2]), dtype, device)
+            return adopt.zeros_like(full, (*shape, info.shape[2]), name)
+        return self._make((*shape, info.shape[2]), info.dtype_name, device)
 
-    def _make(self, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+    def _make(self, shape: tuple[int, ...], dtype: str, device: Any) -> Any:
         if device is None:
             return np.zeros(shape, dtype)
-        made = device.empty(shape, dtype if isinstance(dtype, str) else str(dtype))
+        made = device.empty(shape, dtype)
         self._owned.append(made)
         return made
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.errors import ParamNullError
+from kvcore._core import adopt
+from kvcore.errors import KVCoreError, ParamNullError
 from kvcore.ops import checks
 
 __all__ = ["Indices", "index_array", "written_array"]
@@ -25,13 +26,22 @@ def index_array(obj: Any, name: str, ranks: tuple[int, ...], axes: str) -> Indic
             seen=None,
             expected="an index array",
         )
-    inner = getattr(obj, "__kvcore_array__", obj)
-    try:
-        array = np.asarray(inner)
-    except (TypeError, ValueError, RuntimeError):
-        checks.fail(name, "an index array", type(obj).__name__)
-    if array.size == 0 and isinstance(inner, list | tuple):
-        array = array.astype(np.int64)  # numpy reads an empty list as floats
+    if isinstance(obj, list | tuple):
+        try:
+            array = np.asarray(obj)
+        except (TypeError, ValueError, RuntimeError):
+            checks.fail(name, "an index array", type(obj).__name__)
+        if array.size == 0:
+            array = array.astype(np.int64)  # numpy reads an empty list as floats
+    elif isinstance(obj, int | np.integer):
+        array = np.asarray(obj)
+    else:
+        try:
+            array = adopt.as_numpy(obj, name)
+        except KVCoreError as error:
+            if error.expected != "an array":
+                raise
+            checks.fail(name, "an array of dtype int32 or int64", type(obj).__name__)
     if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
         checks.fail(name, "dtype int32 or int64", array.dtype)
     if array.ndim not in ranks:

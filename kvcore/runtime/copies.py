@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.errors import ParamInvalidError
+from kvcore._core import adopt, arrays
+from kvcore.errors import KVCoreError, ParamInvalidError
 from kvcore.runtime._storage import BufferCore, move
 from kvcore.runtime.memory import PAGEABLE, array_of, space_of
 from kvcore.runtime.profile import D2H, H2D, HBM
@@ -115,10 +116,26 @@ def pieces_of(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     return pieces
 
 
+def held(x: object, argument: str) -> list[arrays.Held]:
+    """What a run looks at again before it uses an array's address: nothing for a buffer.
+
+    A buffer's bytes live as long as work holds them.  Other arrays can be resized or reshaped in
+    place between the launch and the run, torch tensors among them.
+    """
+    if isinstance(x, BufferCore):
+        return []
+    try:
+        return [arrays.Held(x, argument)]
+    except KVCoreError:
+        # Of more than eight axes, or of another byte order: taken as the numpy array it is.
+        return []
+
+
 class Copy:
     """One copy, or a batch of copies that goes as one operation."""
 
     __slots__ = (
+        "_held",
         "_loops",
         "_table",
         "bytes_moved",
@@ -138,6 +155,7 @@ class Copy:
         self.name = "copy"
         self._table: Ranges | None = None
         self._loops = [(bits(d), bits(s))]
+        self._held = [*held(dst, "dst"), *held(src, "src")]
         self.bytes_moved = d.nbytes
         self.num_descriptors = pieces_of(d, s)
         self.writes: tuple[Access, ...] = (Access("dst", dst, (d,)),)
@@ -161,6 +179,12 @@ class Copy:
         self.num_descriptors = sum(counts)
         self._table = None
         self._loops = []
+        self._held = [
+            one
+            for i, pair in enumerate(zip(dsts, srcs, strict=True))
+            for x, side in zip(pair, ("dst", "src"), strict=True)
+            for one in held(x, f"{side}[{i}]")
+        ]
         if max(counts, default=0) <= 1:
             rows = [(d.ctypes.data, s.ctypes.data, d.nbytes) for d, s in pairs]
             self._table = np.array(rows, np.int64).reshape(-1, 3)
@@ -206,7 +230,12 @@ class Copy:
         self.demands.append((resource, nbytes, pieces))
 
     def run(self) -> None:
-        """Move the bytes; dst may overlap src."""
+        """Move the bytes; dst may overlap src.
+
+        Raises ParamInvalidError, with nothing written, for an array that changed since.
+        """
+        for one in self._held:
+            one.check()
         if self._table is not None:
             move(self._table)
         for dst, src in self._loops:
@@ -224,6 +253,7 @@ class Fill:
     """
 
     __slots__ = (
+        "_held",
         "bytes_moved",
         "demands",
         "host_bytes",
@@ -247,6 +277,7 @@ class Fill:
                 seen=value,
                 expected=str(array.dtype),
             )
+        self._held = held(dst, "dst")
         self.target = bits(array)
         self.value = bits(one.reshape(1))[0]
         self.bytes_moved = int(array.nbytes)
@@ -259,7 +290,9 @@ class Fill:
         self.host_bytes = 0 if on_device else self.bytes_moved
 
     def run(self) -> None:
-        """Set the elements."""
+        """Set the elements.  Raises ParamInvalidError for an array that changed since."""
+        for one in self._held:
+            one.check()
         self.target[...] = self.value
 
     def touched(self) -> Whole:
@@ -273,6 +306,8 @@ def one_value(dtype: np.dtype[Any], value: Any) -> npt.NDArray[Any] | None:
     Rounding is no loss; a fraction, a sign, an imaginary part or a size is.
     """
     try:
+        if hasattr(type(value), "__dlpack__") and not isinstance(value, np.ndarray):
+            value = adopt.as_numpy(value, "value")[()]  # another package's array of one number
         given = np.asarray(value)
         number = given.dtype.kind in "biuf" or isinstance(value, int)
         if given.shape != () or not (

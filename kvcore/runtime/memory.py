@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.errors import DeviceOutOfMemoryError, ParamInvalidError
+from kvcore._core import adopt
+from kvcore.errors import DeviceOutOfMemoryError, KVCoreError, ParamInvalidError
 from kvcore.runtime._storage import BufferCore, Storage
 
 if TYPE_CHECKING:
@@ -426,29 +427,22 @@ def array_of(x: object, argument: str, device: Device) -> npt.NDArray[Any]:
                 argument=argument,
             )
         return x._live()
-    if isinstance(x, np.ndarray):
-        if x.dtype.hasobject:
-            raise ParamInvalidError(
-                f"{argument}: expected elements of fixed bytes, got dtype object",
-                argument=argument,
-                seen=str(x.dtype),
-            )
-        return x
-    found: object = getattr(x, "__kvcore_array__", None)
-    if found is None and x is not None:
-        with contextlib.suppress(Exception):
-            if hasattr(x, "__dlpack__"):
-                found = np.from_dlpack(x)
-            elif hasattr(x, "__array_interface__"):
-                found = np.asarray(x)
-            else:
-                found = np.asarray(memoryview(x))  # type: ignore[arg-type]
-    if not isinstance(found, np.ndarray):
+    try:
+        found = adopt.as_numpy(x, argument)
+    except KVCoreError as error:
+        if error.expected != "an array":
+            raise
         raise ParamInvalidError(
             f"{argument}: expected a buffer or an array, got {type(x).__name__}",
             argument=argument,
             seen=type(x).__name__,
             expected="a buffer or an array",
+        ) from None
+    if found.dtype.hasobject:
+        raise ParamInvalidError(
+            f"{argument}: expected elements of fixed bytes, got dtype object",
+            argument=argument,
+            seen=str(found.dtype),
         )
     return found
 
