@@ -8,7 +8,37 @@ runtime (kvcore.runtime, kvcore.Device), the offload engine (kvcore.offload) and
 operators (kvcore.torch) are imported when they are asked for.
 """
 
-from typing import Any
+import signal as _signal
+import sys as _sys
+
+
+def _end_at_once(number: int, frame: object) -> None:
+    """Answer Ctrl-C with one line and the status of an interrupted process.
+
+    While numpy is imported an exception may end in a traceback, in another error or nowhere.
+    """
+    import os
+
+    try:
+        os.write(2, b"kvcore: interrupted\n")
+    finally:
+        os._exit(128 + number)
+
+
+def _is_the_command() -> bool:
+    """Whether this process was started as ``kvcore`` or ``python -m kvcore``."""
+    word = _sys.argv[0] if _sys.argv else ""
+    if word != "-m":
+        return word.rpartition("/")[2] == "kvcore"
+    module = _sys.orig_argv[-len(_sys.argv)]  # as a word of its own, or as in -Bmkvcore
+    return module == "kvcore" or (module.startswith("-") and module.endswith("mkvcore"))
+
+
+# Here, since most of the time of a short command is spent below; kvcore.cli takes over.
+if _is_the_command() and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    _signal.signal(_signal.SIGINT, _end_at_once)
+
+from typing import TYPE_CHECKING, Any
 
 try:
     from kvcore import backends, errors, isa, layout
@@ -96,20 +126,47 @@ __all__ = [
 ]
 
 # Imported on first use: they bring anyio or torch, which the operators do not need.
-_LAZY: dict[str, str] = dict.fromkeys(
-    ("Buffer", "Device", "DeviceProfile", "Event", "Graph", "Stream", "current_stream"),
-    "kvcore.runtime",
+_LAZY = frozenset(
+    ("Buffer", "Device", "DeviceProfile", "Event", "Graph", "Stream", "current_stream")
 )
+_LAZY_MODULES = frozenset(("benchmarks", "hifloat8", "offload", "runtime", "testing", "torch"))
+
 isa.apply_environment()
 
-_LAZY_MODULES = ("offload", "runtime", "torch")
+# A checker of types sees every name at its place, and would take any name for one that the
+# function below knows.
+if TYPE_CHECKING:
+    from kvcore import benchmarks as benchmarks
+    from kvcore import dtypes as dtypes
+    from kvcore import float4 as float4
+    from kvcore import hifloat8 as hifloat8
+    from kvcore import offload as offload
+    from kvcore import runtime as runtime
+    from kvcore import soc as soc
+    from kvcore import testing as testing
+    from kvcore import threads as threads
+    from kvcore import torch as torch
+    from kvcore.runtime import Buffer as Buffer
+    from kvcore.runtime import Device as Device
+    from kvcore.runtime import DeviceProfile as DeviceProfile
+    from kvcore.runtime import Event as Event
+    from kvcore.runtime import Graph as Graph
+    from kvcore.runtime import Stream as Stream
+    from kvcore.runtime import current_stream as current_stream
+else:
+
+    def __getattr__(name: str) -> Any:
+        from importlib import import_module
+
+        if name in _LAZY:
+            value = getattr(import_module("kvcore.runtime"), name)
+        elif name in _LAZY_MODULES:
+            value = import_module(f"kvcore.{name}")
+        else:
+            raise AttributeError(f"module 'kvcore' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    if name in _LAZY_MODULES:
-        return import_module(f"kvcore.{name}")
-    raise AttributeError(f"module 'kvcore' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_LAZY_MODULES})

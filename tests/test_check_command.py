@@ -435,3 +435,138 @@ def test_spellings_of_dtypes(text: str, name: str | None) -> None:
 def test_a_broken_array_is_an_error_of_its_own() -> None:
     with pytest.raises(ParamInvalidError):
         read_words(["key=4"], SCATTER)
+
+
+# ---------------------------------------------------------------- what is not understood
+PRINTED = (
+    "key.shape=torch.Size([4, 8, 128]) key.dtype=torch.float16 "
+    "key_cache.shape=torch.Size([64, 16, 8, 128]) key_cache.dtype=torch.float16 "
+    "slot_mapping.shape=torch.Size([4]) slot_mapping.dtype=torch.int32 "
+    "value.shape=torch.Size([4, 8, 128]) value.dtype=torch.float16 "
+    "value_cache.shape=torch.Size([64, 16, 8, 128]) value_cache.dtype=torch.float16"
+)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        PRINTED,
+        PRINTED.replace(".shape=", ".size()="),
+        ", ".join(
+            [f"{name}.dtype={dtype}" for name, (_, dtype) in CALL.items()]
+            + [f"{name}.shape={list(shape)}" for name, (shape, _) in CALL.items()]
+        ),
+    ],
+)
+def test_attributes_printed_one_by_one(line: str) -> None:
+    assert only_call(line) == CALL
+
+
+def test_a_dtype_in_the_line_s_words_is_nobody_s() -> None:
+    line = "key [4, 8] and key_cache [9, 8]; the value is float16, slot_mapping int32"
+    assert list(calls_in([line], SCATTER)) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ([NAMED[0]], "1 line read, 1 with a call, 0 not understood"),
+        ([NAMED[0], "", "begin", NAMED[1]], "3 lines read, 2 with a call, 1 not understood"),
+        (
+            ["key.shape=torch.Size([4, 8, 128])", NAMED[0], "begin"],
+            "3 lines read, 1 with a call, 2 not understood; 1 of these names arrays of "
+            "scatter_pa_kv_cache, first line 1: no shape and dtype for each of its arrays",
+        ),
+        (
+            [NAMED[0], *["key [4, 8, 128] int8, key_cache [64, 16, 8, 128] int8"] * 2],
+            "3 lines read, 1 with a call, 2 not understood; 2 of these name arrays of "
+            "scatter_pa_kv_cache, first line 2: slot_mapping: expected an array, got None",
+        ),
+        (
+            [NAMED[0], NAMED[0].replace("[4]", f"[{10**30}]")],
+            "2 lines read, 1 with a call, 1 not understood; 1 of these names arrays of "
+            f"scatter_pa_kv_cache, first line 2: slot_mapping: expected a number of at most "
+            f"{2**63 - 1}, got {10**30}",
+        ),
+    ],
+)
+def test_how_much_of_a_log_was_understood(
+    lines: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("\n".join(lines))
+    assert check("", "--log", str(log)) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == told
+    _, answer = shown(capsys, "", "--log", str(log))
+    counts = answer["lines"]
+    assert told.startswith(f"{counts['read']} line")
+    assert f" {counts['calls']} with a call, {counts['not_understood']} not " in told
+    assert counts["first_close"] is None or f"first line {counts['first_close']}: " in told
+
+
+def test_a_log_that_nearly_has_a_call_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("begin\nkey [4, 8, 128] int8, key_cache [64, 16, 8, 128] int8\n")
+    assert check("", "--log", str(log)) == 2
+    assert "first line 2: slot_mapping: expected an array, got None" in capsys.readouterr().err
+    # A word beside the log gives it.
+    assert check("slot_mapping=4:int32", "--log", str(log), "--soc", "A2") == 0
+
+
+def test_a_long_line_is_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("\n".join(["x" * 200_000, NAMED[0], "key [4] int8 " * 20_000, NAMED[0]]))
+    code, answer = shown(capsys, "", "--log", str(log))
+    assert code == 0
+    assert [(call["line"], call["times"]) for call in answer["calls"]] == [(2, 2)]
+    assert answer["lines"]["not_understood"] == 2
+    monkeypatch.setattr("kvcore.cli.log.MAX_SKIPPED", 2**20)
+    assert check("", "--log", "/dev/zero") == 2
+    assert "--log, line 1: expected at most 1048576 bytes, got more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["1", "a", ";", "1;", "a;", "[", "[1", "[1 ", "[1, ", "(1 ,", "key", "key ", "key.shape=[1",
+     "key [4] int8 ", "ScatterPaKvCache ", "\\x1b[2J"],
+)  # fmt: skip
+def test_no_line_takes_long(piece: str) -> None:
+    """The longest line that is looked at, of pieces that a search could try again and again."""
+    line = "ScatterPaKvCache " + piece * (2**16 // len(piece))
+    assert list(calls_in([line], SCATTER)) == []
+
+
+@pytest.mark.parametrize("name", ["key", "key_cache", "slot_mapping", "value", "value_cache"])
+def test_a_forgotten_argument_is_no_refusal(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = " ".join(word for word in HALVES.split() if not word.startswith(f"{name}="))
+    for options in ((), ("--json",)):
+        assert check(words, *options) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith(f"kvcore check: {name}: expected an array")
+    # Key alone is a call: nothing is forgotten.
+    assert (
+        check(" ".join(word for word in HALVES.split() if "value" not in word), "--soc", "A2") == 0
+    )
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"key={'9' * 5000},8,128:float16",
+        f"key={2**63},8,128:float16",
+        f"strides={'9' * 5000},1",
+        f"offsets=1,-{'9' * 400}",
+    ],
+)
+def test_numbers_beyond_any_size(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(word) == 2
+    name = word.partition("=")[0]
+    err = capsys.readouterr().err
+    assert err.startswith(f"kvcore check: {name}: expected a number of at most {2**63 - 1}, got ")
+    assert len(err) < 200
+    assert read_words([f"key=0{2**63 - 1}:int8"], SCATTER) == {"key": ((2**63 - 1,), "int8")}

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,11 +29,26 @@ def append(path: Path, machine: Mapping[str, Any], measurements: Iterable[Measur
         "machine": dict(machine),
         "cases": {one.name: one.to_json() for one in measurements},
     }
+    line = json.dumps(run, separators=(",", ":")) + "\n"
     try:
-        with path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(run, separators=(",", ":")) + "\n")
+        _append(path, line.encode())
     except OSError as error:
         fail("--save", "a file that can be written", f"{path}: {error.strerror}")
+
+
+def _append(path: Path, line: bytes) -> None:
+    """The whole line or nothing: half a line would hide every run before it."""
+    with path.open("ab", buffering=0) as stream:
+        regular = stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+        before = stream.seek(0, os.SEEK_END) if regular else 0
+        try:
+            left = memoryview(line)
+            while left:
+                left = left[stream.write(left) or 0 :]
+        except BaseException:
+            if regular:
+                stream.truncate(before)
+            raise
 
 
 def last(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from kvcore.errors import fail
 if TYPE_CHECKING:
     from kvcore.ops.questions import Question
 
-__all__ = ["ORDERS", "calls_in", "read_words"]
+__all__ = ["ORDERS", "call_in", "calls_in", "names_arrays", "read_words"]
 
 Call = dict[str, Any]
 
@@ -70,9 +70,16 @@ MARKS = {
 #: What stands in a list of dtypes for an array that is not given.
 ABSENT = ("", "undefined", "dt_undefined", "null", "none")
 
-BRACKETED = r"[\[(]\s*(\d+(?:\s*,\s*\d+)*\s*,?)?\s*[\])]"
-SHAPE_LIST = re.compile(r"(?<![\d,;])[\d,]*(?:;[\d,]*)+(?![\d,;])")
-DTYPE_LIST = re.compile(r"\w+(?:;\w*)+")
+# Possessive, all of them: a line may be anything, and nothing that was read is tried again.
+BRACKETED = r"[\[(]\s*+(\d++(?:\s*+,\s*+\d++)*+\s*+,?+)?+\s*+[\])]"
+SHAPE_LIST = re.compile(r"(?<![\d,;])[\d,]*+(?:;[\d,]*+)++")
+DTYPE_LIST = re.compile(r"(?<!\w)\w++(?:;\w*+)++")
+SHAPE = re.compile(BRACKETED)
+#: A tensor's own attributes, as in key.shape=torch.Size([4, 8, 128]) key.dtype=torch.float16.
+ATTRIBUTE = re.compile(r"\.(?:shape|size(?:\(\))?|dtype)(?!\w)")
+#: Digits of the largest size of an axis, and of any other number.
+MAX_DIGITS = 19
+MAX_SIZE = 2**63 - 1
 WORD = re.compile(r"[A-Za-z_][\w.]*")
 
 
@@ -82,8 +89,17 @@ def dtype_of(text: str) -> str | None:
     return ALIASES.get(plain)
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in re.split(r"[,x]", text) if size.strip())
+def _integer(argument: str, text: str) -> int:
+    """The number that digits mean; Python refuses to read thousands of them."""
+    plain = text.strip().lstrip("-").lstrip("0")
+    if len(plain) > MAX_DIGITS or int(plain or "0") > MAX_SIZE:
+        seen = text if len(text) <= 2 * MAX_DIGITS else f"{len(text)} characters"
+        fail(argument, f"a number of at most {MAX_SIZE}", seen)
+    return int(text)
+
+
+def _sizes(argument: str, text: str) -> tuple[int, ...]:
+    return tuple(_integer(argument, size) for size in re.split(r"[,x]", text) if size.strip())
 
 
 # ---------------------------------------------------------------- words
@@ -103,7 +119,7 @@ def read_words(words: Iterable[str], question: Question) -> Call:
         if name in call:
             fail(name, "one value", "two")
         if name == "layer_id" and re.fullmatch(r"\s*-?\d+\s*", value):
-            call["layer"] = int(value)  # a plain integer needs no array
+            call["layer"] = _integer(name, value)  # a plain integer needs no array
         elif name in question.arrays:
             call[name] = _array(name, value)
         else:
@@ -121,7 +137,7 @@ def _array(name: str, text: str) -> Any:
         fail(name, "SHAPE:DTYPE, as in 4,8,128:float16", repr(text))
     if dtype is None:
         fail(name, f"a dtype among {', '.join(dtypes.BY_NAME)}", repr(spelled))
-    return _sizes(shape), dtype
+    return _sizes(name, shape), dtype
 
 
 def _value(name: str, text: str, known: Mapping[str, Any]) -> Any:
@@ -129,7 +145,7 @@ def _value(name: str, text: str, known: Mapping[str, Any]) -> Any:
         plain = text.strip().strip("[]() ")
         if not re.fullmatch(r"-?\d+\s*,\s*-?\d+,?", plain):
             fail(name, "two integers, as in 4096,4096", repr(text))
-        return tuple(int(number) for number in plain.split(",") if number.strip())
+        return tuple(_integer(name, number) for number in plain.split(",") if number.strip())
     if name in ("dtype", "value_dtype"):
         return dtype_of(text) or text
     if isinstance(known[name], bool):
@@ -139,7 +155,7 @@ def _value(name: str, text: str, known: Mapping[str, Any]) -> Any:
     if isinstance(known[name], int) or name == "layer":
         if not re.fullmatch(r"\s*-?\d+\s*", text):
             fail(name, "an integer", repr(text))
-        return int(text)
+        return _integer(name, text)
     return text.strip().strip("'\"")
 
 
@@ -149,9 +165,31 @@ def calls_in(
 ) -> Iterator[tuple[int, Call]]:
     """(line number from 1, call) of each line that holds one; others are passed over."""
     for number, line in enumerate(lines, 1):
-        call = _named(line, question) or _listed(line, question, order)
+        call = call_in(line, question, order)
         if call is not None:
             yield number, call
+
+
+def call_in(line: str, question: Question, order: str = "auto") -> Call | None:
+    """The call that a line holds, or None.  Raises ParamInvalidError for a number that is none."""
+    return _named(line, question) or _listed(line, question, order)
+
+
+def names_arrays(line: str, question: Question) -> bool:
+    """Whether a line is about the operator: it names it, or one of its arrays with a shape."""
+    if _is_marked(line, question):
+        return True
+    mentions = _mentions(line, question)
+    ends = [start for _, start, _ in mentions[1:]]
+    return any(
+        name in question.arrays and _shape_in(line[start:end]) is not None
+        for (name, _, start), end in zip(mentions, [*ends, len(line)], strict=False)
+    )
+
+
+def _is_marked(line: str, question: Question) -> bool:
+    plain = line.lower().replace("_", "")
+    return any(mark in plain for mark in MARKS[question.operator.name])
 
 
 def _spelling(name: str) -> str:
@@ -181,15 +219,23 @@ def _named(line: str, question: Question) -> Call | None:
     mentions = _mentions(line, question)
     ends = [start for _, start, _ in mentions[1:]]
     call: Call = {}
+    attributes: dict[str, dict[str, Any]] = {}
     for (name, _, start), end in zip(mentions, [*ends, len(line)], strict=False):
         text = line[start:end]
         if name in call:
             continue
         if name in question.arrays:
-            found = _described(text)
             # A name may stand in the line's words too, without a shape behind it.
-            if found is not None:
-                call[name] = found
+            shape, dtype = _shape_in(text), _dtype_in(text)
+            if shape is None or dtype is None:
+                if not ATTRIBUTE.match(text):
+                    continue
+                # Shape and dtype are printed one by one.
+                known = attributes.setdefault(name, {"shape": None, "dtype": None})
+                shape = known["shape"] = known["shape"] or shape
+                dtype = known["dtype"] = known["dtype"] or dtype
+            if shape is not None and dtype is not None:
+                call[name] = _sizes(name, shape[1] or ""), dtype
         else:
             value = _quoted(text, name)
             if value is not None:
@@ -198,14 +244,14 @@ def _named(line: str, question: Question) -> Call | None:
     return call if len(arrays) > 1 else None
 
 
-def _described(text: str) -> Any:
-    """The (shape, dtype) that a piece of a line gives, or None."""
-    shape = re.search(BRACKETED, text)
-    if shape is None:
-        return None
-    rest = text[: shape.start()] + " " + text[shape.end() :]
-    dtype = next((d for word in WORD.findall(rest) if (d := dtype_of(word)) is not None), None)
-    return None if dtype is None else (_sizes(shape[1] or ""), dtype)
+def _shape_in(text: str) -> re.Match[str] | None:
+    """The first shape in brackets behind an array's name."""
+    return SHAPE.search(text, len(".size()") if text.startswith(".size()") else 0)
+
+
+def _dtype_in(text: str) -> str | None:
+    """The first word behind an array's name that is a dtype."""
+    return next((d for word in WORD.findall(text) if (d := dtype_of(word)) is not None), None)
 
 
 def _quoted(text: str, name: str) -> str | None:
@@ -213,15 +259,14 @@ def _quoted(text: str, name: str) -> str | None:
     if name in ("strides", "offsets"):
         # Two integers are the operator's; any other number of them are an array's own strides.
         found = re.match(rf"\s*['\"]?\s*[=:]\s*{BRACKETED}", text)
-        return found[1] if found is not None and len(_sizes(found[1] or "")) == 2 else None
+        return found[1] if found is not None and len((found[1] or "").split(",")) == 2 else None
     found = re.match(r"\s*['\"]?\s*[=:]\s*['\"]?(-?\w+)['\"]?", text)
     return None if found is None else found[1]
 
 
 def _listed(line: str, question: Question, order: str) -> Call | None:
     # A profile lists every operator of a model.
-    plain = line.lower().replace("_", "")
-    if not any(mark in plain for mark in MARKS[question.operator.name]):
+    if not _is_marked(line, question):
         return None
     kinds = None
     for match in DTYPE_LIST.finditer(line):
@@ -238,9 +283,9 @@ def _listed(line: str, question: Question, order: str) -> Call | None:
             break
     else:
         return None
-    names = _order(plain, question, order, len(kinds))
+    names = _order(line.lower().replace("_", ""), question, order, len(kinds))
     return {
-        name: (_sizes(shape), kind)
+        name: (_sizes(name, shape), kind)
         for name, shape, kind in zip(names, shapes, kinds, strict=False)
         if kind
     }

@@ -6,11 +6,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from kvcore.cli.printing import printable, say
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-__all__ = ["output", "show"]
+__all__ = ["cell", "output", "show"]
 
 #: Of lines where nobody folds them.
 UNFOLDED = 10_000
@@ -27,6 +30,13 @@ def output() -> Console:
     return Output()
 
 
+def cell(value: str) -> Text:
+    """A table's cell with nothing in it that rich takes for markup or a terminal for a command."""
+    from rich.text import Text
+
+    return Text(printable(value, lines=True))
+
+
 def show(table: Table) -> None:
     """Print a table: as wide as the terminal is; a line each row in a pipe or a file."""
     console = output()
@@ -36,4 +46,4 @@ def show(table: Table) -> None:
     console.width = UNFOLDED
     with console.capture() as captured:
         console.print(table)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    say("\n".join(line.rstrip() for line in captured.get().splitlines()), lines=True)

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
+from kvcore.cli.printing import say
 from kvcore.errors import fail
+from kvcore.files import write_whole
 
-__all__ = ["refuse_unwritable"]
+__all__ = ["refuse_unwritable", "write_json"]
 
 
 def refuse_unwritable(*paths: str | Path | None) -> None:
@@ -21,5 +25,18 @@ def refuse_unwritable(*paths: str | Path | None) -> None:
             fail(str(path), "a file in a folder that is there", f"no folder {target.parent}")
         if target.is_dir():
             fail(str(path), "a file", "a folder")
-        if not os.access(target if target.exists() else target.parent, os.W_OK):
+        # A file is replaced as a whole, so its folder must take the new one.
+        needed = [target] if target.exists() else [target.parent]
+        if target.is_file():
+            needed.append(Path(os.path.realpath(target)).parent)
+        if not all(os.access(each, os.W_OK) for each in needed):
             fail(str(path), "a file that can be written", "no permission")
+
+
+def write_json(path: str, figures: dict[str, Any]) -> None:
+    """Print the figures for "-", else write them to the file, whole or not at all."""
+    text = json.dumps(figures, indent=2)
+    if path == "-":
+        say(text, lines=True)
+    else:
+        write_whole(path, text + "\n")

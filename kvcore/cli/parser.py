@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from kvcore.cli.printing import say, tell
+
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
@@ -34,9 +36,10 @@ class Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         # The original swallows every OSError, a reader that has gone among them.
-        stream = file or sys.stderr
-        if message and stream is not None:
-            stream.write(message)
+        if message and file is not None and file is sys.stdout:
+            say(message, lines=True, end="")
+        elif message:
+            tell(message.removesuffix("\n"), lines=True)
 
     def commands(self) -> list[str]:
         """Names of the sub-commands."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import importlib
 import io
-import os
 import pkgutil
+import signal
 import sys
-from argparse import Namespace
+import threading
+import traceback
 from collections.abc import Sequence
-from contextlib import suppress
+from types import FrameType
 
 import kvcore
 from kvcore.about import unusable_settings
 from kvcore.cli import commands, status
 from kvcore.cli.parser import Parser
+from kvcore.cli.printing import STANDARD_OUTPUT, drop, flush, tell
 from kvcore.errors import KVCoreError
 
 __all__ = ["build_parser", "main"]
@@ -34,21 +36,63 @@ def build_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status, and never raises for what a user did."""
+    """Run one command; returns one of ``kvcore.cli.status``, whatever a user did.
+
+    arguments: None for those of the process, which then is the command: Ctrl-C is answered with
+               one line until the process has ended, as it is while ``kvcore`` is imported, and a
+               fault of kvcore's own has a status too instead of being raised.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names of files may be anything, and the terminal may know less than they need.
         sys.stdout.reconfigure(errors="backslashreplace")
+    own = _CtrlC()
+    if arguments is None:
+        own.install()
     try:
-        code = _run(arguments)
-        _flush()
+        own.raises = True
+        code = _flushed(_run(arguments))
     except BrokenPipeError:
-        # Who read our output has gone.  Python flushes again at exit: let that go nowhere.
-        _drop_output()
-        return status.BROKEN_PIPE
+        # Who read our output has gone.
+        drop(sys.stdout)
+        code = status.BROKEN_PIPE
     except KeyboardInterrupt:
-        print("kvcore: interrupted", file=sys.stderr)
-        return status.INTERRUPTED
+        code = _interrupted()
+    except Exception as error:
+        own.raises = False
+        # Ctrl-C in the middle of an import may come out as another error.
+        if arguments is not None and not own.pressed:
+            raise
+        code = _interrupted() if own.pressed else _failed(error)
+    own.raises = False
     return code
+
+
+class _CtrlC:
+    """What SIGINT does to a process that is the command.
+
+    Once it raises KeyboardInterrupt, so that files and processes are left in order.  Before and
+    behind that, and the second time, the process ends at once: an exception raised where nobody
+    catches it would end in a traceback.
+    """
+
+    def __init__(self) -> None:
+        self.raises = False
+        self.pressed = False
+
+    def install(self) -> None:
+        # A shell starts what is to run in the background with Ctrl-C ignored: so it stays.
+        found = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and found in (
+            signal.default_int_handler,
+            kvcore._end_at_once,
+        ):
+            signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.pressed or not self.raises:
+            kvcore._end_at_once(number, frame)
+        self.pressed = True
+        raise KeyboardInterrupt
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -56,38 +100,54 @@ def _run(arguments: Sequence[str] | None) -> int:
         namespace = build_parser().parse_all(arguments)
     except SystemExit as end:  # argparse has printed help, the version or what is wrong
         return end.code if isinstance(end.code, int) else status.USAGE
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # help that could not be printed
+        return _refused("kvcore", error)
+    command = f"kvcore {namespace.command}"
     faults = unusable_settings()
     for fault in faults:
-        _complain(namespace, fault)
+        tell(f"{command}: {fault}")
     if faults and not getattr(namespace, "shows_settings", False):
         return status.USAGE
     try:
         code: int = namespace.run(namespace)
     except BrokenPipeError:
         raise
-    except OSError as error:
-        named = error.filename is not None and error.strerror is not None
-        _complain(namespace, f"{error.filename}: {error.strerror}" if named else str(error))
-        return status.USAGE
-    except (KVCoreError, MemoryError) as error:
-        _complain(namespace, str(error) or "more memory was asked for than there is")
-        return status.USAGE
+    except (KVCoreError, MemoryError, OSError) as error:
+        return _refused(command, error)
     return status.USAGE if faults else code
 
 
-def _complain(namespace: Namespace, message: str) -> None:
-    print(f"kvcore {namespace.command}: {message}", file=sys.stderr)
+def _flushed(code: int) -> int:
+    try:
+        flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk: what was to be told is not
+        refused = _refused("kvcore", error)
+        return refused if code in (status.OK, status.FAILED) else code
+    return code
 
 
-def _flush() -> None:
-    # A process started without streams has None there.
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
+def _refused(command: str, error: Exception) -> int:
+    """Say why not: one line, and whatever is still to be printed is printed."""
+    words = str(error) or "more memory was asked for than there is"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        words = f"{error.filename}: {error.strerror}"
+        if error.filename == STANDARD_OUTPUT:
+            drop(sys.stdout)
+    tell(f"{command}: {words}")
+    return status.USAGE
 
 
-def _drop_output() -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    with suppress(OSError, ValueError, AttributeError):
-        os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+def _interrupted() -> int:
+    tell("kvcore: interrupted")
+    return status.INTERRUPTED
+
+
+def _failed(error: Exception) -> int:
+    """A fault of kvcore's own: what is needed to mend it, and a status that says nothing else."""
+    tell("".join(traceback.format_exception(error)).rstrip(), lines=True)
+    tell("kvcore: this is a fault of kvcore, not of its input; please report the lines above")
+    return status.FAULT

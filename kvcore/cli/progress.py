@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Protocol
 
+from kvcore.cli.printing import tell
+
 __all__ = ["progress_of"]
 
 LINES = 10
@@ -92,9 +94,7 @@ class _Lines:
     def update(self, replay: Served) -> None:
         if replay.seen_tokens * LINES >= self._next * replay.total_tokens:
             self._next = replay.seen_tokens * LINES // replay.total_tokens + 1
-            print(
+            tell(
                 f"replay: {replay.seen_tokens} of {replay.total_tokens} tokens,"
-                f" {replay.finished_requests} of {replay.total_requests} requests",
-                file=sys.stderr,
-                flush=True,
+                f" {replay.finished_requests} of {replay.total_requests} requests"
             )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcore.cli import status
+from kvcore.cli.printing import say, tell
 
 if TYPE_CHECKING:
     from kvcore.offload.traces import TraceRequest
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["run_compare", "run_sweep"]
 
 SHOWN = 100
+#: Characters of a value.
+MAX_SHOWN = 200
 
 
 def run_compare(namespace: argparse.Namespace) -> int:
@@ -30,17 +33,22 @@ def run_compare(namespace: argparse.Namespace) -> int:
     for d in differences[:SHOWN]:
         mark = "!" if d.relative > namespace.tolerance else " "
         size = f"{d.relative:9.2%}" if d.relative != float("inf") else "  differs"
-        print(f"{mark} {size}  {d.path}: {d.before!r} -> {d.after!r}")
+        say(f"{mark} {size}  {d.path}: {_short(d.before)} -> {_short(d.after)}")
     if len(differences) > SHOWN:
-        print(f"  and {len(differences) - SHOWN} more")
-    print(f"{len(differences)} values differ, {len(beyond)} by more than {namespace.tolerance:.2%}")
+        say(f"  and {len(differences) - SHOWN} more")
+    say(f"{len(differences)} values differ, {len(beyond)} by more than {namespace.tolerance:.2%}")
     return status.FAILED if beyond else status.OK
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
 def run_sweep(namespace: argparse.Namespace, requests: Sequence[TraceRequest]) -> int:
     """Run the points that have no report yet, print all."""
     from kvcore.cli.interrupt import Interrupt
-    from kvcore.cli.outputs import refuse_unwritable
+    from kvcore.cli.outputs import refuse_unwritable, write_json
     from kvcore.cli.replay_offload import model_of, options_of
     from kvcore.offload.sweep import grid, run_on_ray, run_processes
 
@@ -51,9 +59,8 @@ def run_sweep(namespace: argparse.Namespace, requests: Sequence[TraceRequest]) -
     points = grid(namespace.sweep, options, model, requests, folder)
     jobs = namespace.jobs or os.cpu_count() or 1
     reports: dict[str, dict[str, Any]] = {}
-    show = namespace.progress in ("bar", "lines") or (
-        namespace.progress == "auto" and sys.stderr.isatty()
-    )
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    show = namespace.progress in ("bar", "lines") or (namespace.progress == "auto" and terminal)
     with Interrupt() as interrupt:
         if namespace.ray is not None:
             found = run_on_ray(namespace.ray, points, model, requests, interrupt.is_set)
@@ -62,23 +69,20 @@ def run_sweep(namespace: argparse.Namespace, requests: Sequence[TraceRequest]) -
         for point, report in found:
             reports[point.name] = report
             if show:
-                print(f"sweep: {len(reports)} of {len(points)}: {point.name}", file=sys.stderr)
+                tell(f"sweep: {len(reports)} of {len(points)}: {point.name}")
     ordered = {point.name: reports[point.name] for point in points if point.name in reports}
-    if namespace.json is not None:
-        from kvcore.cli.commands.replay import write_json
-
-        write_json(namespace.json, {"points": ordered})
     if namespace.json != "-":
         _print_sweep(ordered)
+    if namespace.json is not None:
+        write_json(namespace.json, {"points": ordered})
     wrong = sum(bool(r["verified"]["mismatches"]) for r in reports.values())
     if wrong:
-        print(f"kvcore replay: rows were wrong in {wrong} points", file=sys.stderr)
+        tell(f"kvcore replay: rows were wrong in {wrong} points")
         return status.FAILED
     if len(reports) < len(points):
-        print(
+        tell(
             f"kvcore replay: interrupted: {len(reports)} of {len(points)} points are in {folder};"
-            " the same command goes on from there",
-            file=sys.stderr,
+            " the same command goes on from there"
         )
         return status.INTERRUPTED
     return status.OK
@@ -88,7 +92,7 @@ def _print_sweep(reports: dict[str, dict[str, Any]]) -> None:
     from rich import box
     from rich.table import Table
 
-    from kvcore.cli.console import show
+    from kvcore.cli.console import cell, show
 
     table = Table(box=box.SIMPLE_HEAD, title="kvcore replay, sweep", title_justify="left")
     table.add_column("point", no_wrap=True)
@@ -97,7 +101,7 @@ def _print_sweep(reports: dict[str, dict[str, Any]]) -> None:
     for name, r in reports.items():
         step, rate, overlap = r["model_time_us"]["step"], r["hit_rate"], r["overlap"]
         table.add_row(
-            name,
+            cell(name),
             "-" if rate is None else f"{rate:.2%}",
             "-" if step is None else f"{step / 1e3:.3f}",
             f"{r['tokens_per_s']['decode'] or 0:,.1f}",

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvcore.cli import status
-from kvcore.cli.outputs import refuse_unwritable
+from kvcore.cli.outputs import refuse_unwritable, write_json
+from kvcore.cli.printing import tell
 
 if TYPE_CHECKING:
     from kvcore.offload.models import ModelProfile
@@ -79,7 +79,6 @@ def run_offload(
     namespace: argparse.Namespace, source: str, requests: Sequence[TraceRequest]
 ) -> int:
     """Serve the trace, print the table, write the files asked for."""
-    from kvcore.cli.commands.replay import write_json
     from kvcore.cli.interrupt import Interrupt
     from kvcore.cli.progress import progress_of
     from kvcore.offload.offload_replay import OffloadReplay
@@ -103,19 +102,19 @@ def run_offload(
     if namespace.perfetto is not None:
         dropped = replay.save_trace(namespace.perfetto)
         if dropped:
-            print(f"kvcore replay: {dropped:,} events did not fit the trace", file=sys.stderr)
+            tell(f"kvcore replay: {dropped:,} events did not fit the trace")
     if namespace.html is not None:
         from kvcore.offload.html_report import write_html
 
         write_html(namespace.html, figures, rows)
     for mismatch in report.mismatches[:5]:
-        print(f"kvcore replay: {mismatch}", file=sys.stderr)
+        tell(f"kvcore replay: {mismatch}")
     if not report.ok:
         return status.FAILED
     if report.interrupted:
         written = [p for p in (namespace.json, namespace.perfetto, namespace.html) if p]
         files = f"; written so far: {', '.join(written)}" if written else ""
-        print(f"kvcore replay: interrupted, what is done is above{files}", file=sys.stderr)
+        tell(f"kvcore replay: interrupted, what is done is above{files}")
         return status.INTERRUPTED
     return status.OK
 
@@ -123,16 +122,15 @@ def run_offload(
 def _print_table(rows: Sequence[tuple[str, str]], interrupted: bool) -> None:
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
-    from kvcore.cli.console import show
+    from kvcore.cli.console import cell, show
 
     title = "kvcore replay, offload" + (" (interrupted: so far)" if interrupted else "")
     table = Table(box=box.SIMPLE_HEAD, show_header=False, title=title, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, Text(value))
+        table.add_row(name, cell(value))
     show(table)
 
 

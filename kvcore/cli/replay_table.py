@@ -15,9 +15,8 @@ def print_report(report: ReplayReport, source: str) -> None:
     """Print it to standard output."""
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
-    from kvcore.cli.console import show
+    from kvcore.cli.console import cell, show
 
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -28,7 +27,7 @@ def print_report(report: ReplayReport, source: str) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in _rows(report, source):
-        table.add_row(name, Text(value))  # Text: a file's name may look like markup
+        table.add_row(name, cell(value))
     show(table)
 
 

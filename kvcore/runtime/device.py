@@ -84,7 +84,20 @@ class Device:
     _event_class: type[Event] = Event
     _buffer_class: type[Buffer] = Buffer
 
-    def __new__(cls, *args: object, backend: object = None, **options: object) -> Device:
+    # With the arguments of __init__, as an editor shows them.
+    def __new__(
+        cls,
+        profile: str | DeviceProfile | None = None,
+        *,
+        clock: Literal["wall", "model"] = "wall",
+        race_check: RaceMode | None = None,
+        trace: bool = False,
+        workers: int = 2,
+        backend: str | None = None,
+        seed: int | None = None,
+        check_host: bool = False,
+        max_events: int | None = None,
+    ) -> Device:
         """A device of the class that drives the backend."""
         return object.__new__(driver_of(backend) or cls if cls is Device else cls)
 

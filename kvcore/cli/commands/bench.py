@@ -6,13 +6,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcore.cli import status
 from kvcore.cli.outputs import refuse_unwritable
 from kvcore.cli.parser import Parser, Subparsers
+from kvcore.cli.printing import say, tell
 
 if TYPE_CHECKING:
     from kvcore.benchmarks import Measurement
@@ -58,7 +58,7 @@ def run(namespace: argparse.Namespace) -> int:
 
     if namespace.list:
         for case in CASES.values():
-            print(f"{case.name:16} {case.summary}")
+            say(f"{case.name:16} {case.summary}")
         return status.OK
     names = namespace.cases or list(CASES)
     for name in names:
@@ -73,11 +73,11 @@ def run(namespace: argparse.Namespace) -> int:
             if interrupt.is_set():
                 break
     if namespace.json:
-        print(json.dumps([one.to_json() for one in measured], indent=2))
+        say(json.dumps([one.to_json() for one in measured], indent=2), lines=True)
     else:
         _print(measured, before)
     if len(measured) < len(names):
-        print("interrupted, what is done is above; nothing is saved", file=sys.stderr)
+        tell("kvcore bench: interrupted, what is done is above; nothing is saved")
         return status.INTERRUPTED
     if namespace.save:  # at last: what was measured is seen though the disk be full
         import kvcore

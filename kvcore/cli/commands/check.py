@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcore.cli import status
-from kvcore.cli.calls import ORDERS, calls_in, read_words
+from kvcore.cli.calls import ORDERS, read_words
+from kvcore.cli.log import Log, opened
 from kvcore.cli.parser import Parser, Subparsers
+from kvcore.cli.printing import say
 
 if TYPE_CHECKING:
     from kvcore.ops.questions import Question
@@ -116,52 +115,55 @@ def _socs(text: str) -> tuple[str, ...]:
 
 def run(namespace: argparse.Namespace) -> int:
     """Read the calls, ask, print."""
+    from kvcore.errors import fail
     from kvcore.ops.questions import QUESTIONS
 
     question = QUESTIONS[namespace.operator]
-    # A log repeats its calls layer by layer and step by step.
-    seen: dict[str, tuple[int | None, dict[str, Any]]] = {}
-    times: Counter[str] = Counter()
-    for line, call in _calls(namespace, question):
-        key = repr(sorted(call.items()))
-        seen.setdefault(key, (line, call))
-        times[key] += 1
-    verdicts = [
-        _verdict(question, line, times[key], call, namespace.soc)
-        for key, (line, call) in seen.items()
-    ]
+    words = read_words(namespace.words, question)
+    log = None
+    if namespace.log is None:
+        if not words:
+            fail("words", "arguments of the operator as NAME=VALUE, or --log FILE", "none")
+        verdicts = [_verdict(question, None, 1, words, namespace.soc)]
+    else:
+        with opened(namespace.log) as lines:
+            log = Log(lines, question, namespace.order)
+            verdicts = _verdicts(log, question, words, namespace.soc)
+        if not verdicts:
+            expected = f"a line with shapes and dtypes of {namespace.operator}"
+            fail("--log", expected, "none" if log.first_close is None else log.summary())
     if namespace.json:
-        _print_json(namespace.operator, verdicts)
+        _print_json(namespace.operator, verdicts, log)
     else:
         for verdict in verdicts:
             _print_text(namespace.operator, verdict)
+        if log is not None:
+            say(log.summary())
     refused = any(reason is not None for v in verdicts for reason in v.runs.values())
     return status.FAILED if refused else status.OK
 
 
-def _calls(
-    namespace: argparse.Namespace, question: Question
-) -> Iterator[tuple[int | None, dict[str, Any]]]:
-    from kvcore.errors import fail
+def _verdicts(
+    log: Log, question: Question, words: dict[str, Any], socs: tuple[str, ...]
+) -> list[Verdict]:
+    """One of each call of a log, which repeats its calls layer by layer and step by step."""
+    from kvcore.errors import ParamNullError
 
-    words = read_words(namespace.words, question)
-    if namespace.log is None:
-        if not words:
-            fail("words", "arguments of the operator as NAME=VALUE, or --log FILE", "none")
-        yield None, words
-        return
-    found = False
-    if namespace.log == "-":
-        for line, call in calls_in(sys.stdin, question, namespace.order):
-            found = True
-            yield line, call | words
-    else:
-        with open(namespace.log, encoding="utf-8", errors="replace") as log:
-            for line, call in calls_in(log, question, namespace.order):
-                found = True
-                yield line, call | words
-    if not found:
-        fail("--log", f"a line with shapes and dtypes of {namespace.operator}", "none")
+    found: dict[str, Verdict | str] = {}
+    for line, call in log:
+        key = repr(sorted((call := call | words).items()))
+        known = found.get(key)
+        if known is None:
+            try:
+                known = _verdict(question, line, 0, call, socs)
+            except ParamNullError as error:  # the line does not name every array
+                known = str(error)
+        if isinstance(known, str):
+            log.refuse(line, known)
+        else:
+            known = replace(known, times=known.times + 1)
+        found[key] = known
+    return [verdict for verdict in found.values() if not isinstance(verdict, str)]
 
 
 def _verdict(
@@ -171,10 +173,13 @@ def _verdict(
     call: dict[str, Any],
     socs: tuple[str, ...],
 ) -> Verdict:
-    from kvcore.errors import KVCoreError
+    """Raises ParamNullError when an argument is missing: that is no call yet."""
+    from kvcore.errors import KVCoreError, ParamNullError
 
     try:
         answer = question.ask(call)
+    except ParamNullError:
+        raise
     except KVCoreError as error:
         return Verdict(line, times, None, dict.fromkeys(socs, str(error)), {}, str(error))
     return Verdict(
@@ -193,15 +198,15 @@ def _print_text(operator: str, verdict: Verdict) -> None:
     where = "" if verdict.line is None else f"line {verdict.line}: "
     what = "" if verdict.scenario is None else f", scenario {verdict.scenario}"
     often = "" if verdict.times == 1 else f", {verdict.times} times"
-    print(f"{where}{operator}{what}{often}")
+    say(f"{where}{operator}{what}{often}")
     if verdict.error is not None:
-        print(f"refused without a SoC too: {verdict.error}")
+        say(f"refused without a SoC too: {verdict.error}")
         return
     for line in verdict_lines(verdict.runs, verdict.warnings):
-        print(line)
+        say(line)
 
 
-def _print_json(operator: str, verdicts: list[Verdict]) -> None:
+def _print_json(operator: str, verdicts: list[Verdict], log: Log | None) -> None:
     calls = [
         {
             "line": v.line,
@@ -213,4 +218,13 @@ def _print_json(operator: str, verdicts: list[Verdict]) -> None:
         }
         for v in verdicts
     ]
-    print(json.dumps({"operator": operator, "calls": calls}, indent=2))
+    answer: dict[str, Any] = {"operator": operator, "calls": calls}
+    if log is not None:
+        answer["lines"] = {
+            "read": log.lines,
+            "calls": log.calls,
+            "not_understood": log.not_understood,
+            "close": log.close,
+            "first_close": log.first_close,
+        }
+    say(json.dumps(answer, indent=2), lines=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvcore.cli import status
 from kvcore.cli.parser import Parser, Subparsers
+from kvcore.cli.printing import say
 
 #: What None means in a group of `kvcore.info()`.
 NOTHING = {"backends ": "usable", "packages ": "not installed"}
@@ -34,28 +35,26 @@ def run(namespace: argparse.Namespace) -> int:
 
     facts: dict[str, Any] = kvcore.info()
     if namespace.json:
-        print(json.dumps(facts, indent=2, default=str))
+        say(json.dumps(facts, indent=2, default=str), lines=True)
         return status.OK
 
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
-    from kvcore.cli.console import output
+    from kvcore.cli.console import cell, output
 
     rows = list(_rows(facts))
     console = output()
     if not console.is_terminal:  # a line each: a path that is folded cannot be searched for
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
-            print(f"{name:{width}}  {value}")
+            say(f"{name:{width}}  {value}")
         return status.OK
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="bold", overflow="fold")
     table.add_column(overflow="fold")
     for name, value in rows:
-        # Text, since a path or a reason may hold what rich takes for markup.
-        table.add_row(Text(name), Text(value))
+        table.add_row(cell(name), cell(value))
     console.print(table)
     return status.OK
 

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcore.cli import status
 from kvcore.cli.parser import Parser, Subparsers
+from kvcore.cli.printing import tell
 from kvcore.cli.replay_options import (
     CACHE_ONLY,
     DEFAULT_CACHE_MIB,
@@ -87,7 +86,7 @@ def _refuse_ray(namespace: argparse.Namespace) -> None:
 
 def _run_caches(namespace: argparse.Namespace) -> int:
     from kvcore.cli.interrupt import Interrupt
-    from kvcore.cli.outputs import refuse_unwritable
+    from kvcore.cli.outputs import refuse_unwritable, write_json
     from kvcore.cli.progress import progress_of
     from kvcore.offload import Replay
 
@@ -110,27 +109,18 @@ def _run_caches(namespace: argparse.Namespace) -> int:
     with Interrupt() as interrupt, progress_of(namespace.progress) as progress:
         report = replay.run(stop=interrupt.is_set, progress=progress)
 
-    if namespace.json is not None:
-        figures = {"trace": source, "seed": namespace.seed, **report.to_dict()}
-        write_json(namespace.json, figures)
-    if namespace.json != "-":
+    if namespace.json != "-":  # first, so that it is seen though the disk be full
         from kvcore.cli.replay_table import print_report
 
         print_report(report, source)
+    if namespace.json is not None:
+        figures = {"trace": source, "seed": namespace.seed, **report.to_dict()}
+        write_json(namespace.json, figures)
     for mismatch in report.mismatches[:5]:
-        print(f"kvcore replay: {mismatch}", file=sys.stderr)
+        tell(f"kvcore replay: {mismatch}")
     if not report.ok:
         return status.FAILED
     return status.INTERRUPTED if report.interrupted else status.OK
-
-
-def write_json(path: str, figures: dict[str, object]) -> None:
-    """Print the figures for "-", else write them to the file."""
-    text = json.dumps(figures, indent=2)
-    if path == "-":
-        print(text)
-    else:
-        Path(path).write_text(text + "\n")
 
 
 def _shape(namespace: argparse.Namespace) -> ModelShape:
