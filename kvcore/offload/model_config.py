@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvcore.errors import fail
-from kvcore.offload.models import MAX_LAYERS, ModelFigure, ModelProfile, read_text
+from kvcore.offload.model_config_layers import cached_layers, index_layers
+from kvcore.offload.models import ModelFigure, ModelProfile, read_text
 
-__all__ = ["read_config"]
+__all__ = ["Config", "read_config"]
 
+INDEX_FIELDS = "indexer_types, index_topk_pattern, index_topk_freq, index_skip_topk_offset"
 CONFIG_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -33,16 +35,22 @@ def read_config(path: str | os.PathLike[str]) -> ModelProfile:
     return _from_config(os.fspath(path), config)
 
 
-class _Config:
+class Config:
     """Fields of a config.json, each read with its name for the error and the source."""
 
     def __init__(self, path: str, data: dict[str, Any]) -> None:
         self.path, self.data = path, data
 
+    def shown(self, field: str) -> str:
+        """The field's value for a message, cut."""
+        return repr(self.data.get(field))[:60]
+
     def refuse(self, field: str, expected: str, seen: object) -> NoReturn:
+        """Raise ParamInvalidError naming the file and the field."""
         fail(f"{self.path}: {field}", expected, seen)
 
     def number(self, field: str, default: int | None = None) -> int:
+        """A whole number from 0 on; the default where it is missing or null."""
         value = self.data.get(field, default)
         if value is None:
             value = default
@@ -50,7 +58,17 @@ class _Config:
             self.refuse(field, "a number", repr(self.data.get(field)))
         return value
 
+    def flag(self, field: str, default: bool) -> bool:
+        """A field of true or false; the default where it is missing or null."""
+        value = self.data.get(field)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            self.refuse(field, "true or false", self.shown(field))
+        return value
+
     def figure(self, value: Any, fields: str) -> ModelFigure:
+        """A published figure out of these fields."""
         return ModelFigure(value, "published", f"{self.path}: {fields}")
 
 
@@ -59,8 +77,8 @@ def _from_config(path: str, data: Any) -> ModelProfile:
         data = data["text_config"]
     if not isinstance(data, dict):
         fail("model", "a config.json", f"{path}: {type(data).__name__}")
-    config = _Config(path, data)
-    layers = _cached_layers(config)
+    config = Config(path, data)
+    layers = cached_layers(config)
     if data.get("kv_lora_rank") is not None:
         fields = "kv_lora_rank, qk_rope_head_dim"
         sizes = 1, config.number("kv_lora_rank"), config.number("qk_rope_head_dim")
@@ -77,7 +95,7 @@ def _from_config(path: str, data: Any) -> ModelProfile:
     if dtype not in CONFIG_DTYPES:
         config.refuse("dtype", "one of " + ", ".join(CONFIG_DTYPES), repr(dtype))
     topk = config.number("index_topk", 0)
-    index_layers = _index_layers(config, layers) if topk else ()
+    choosing = index_layers(config, layers) if topk else ()
     # One key of the indexer a token, in the model's type.
     index_bytes = config.number("index_head_dim", 0) * (4 if dtype == "float32" else 2)
     figures = {
@@ -88,40 +106,10 @@ def _from_config(path: str, data: Any) -> ModelProfile:
         "dtype": config.figure(dtype, "dtype; a cache of another type is the server's choice"),
         "topk": config.figure(topk, "index_topk"),
         "step_drafts": ModelFigure(0, "assumed", "a config.json says nothing of a step"),
-        "index_layers": config.figure(index_layers, "indexer_types, index_topk_freq"),
+        "index_layers": config.figure(choosing, INDEX_FIELDS),
         "index_bytes": config.figure(index_bytes, "index_head_dim"),
     }
     for key, size in zip(("heads", "head_size", "value_head_size"), sizes, strict=True):
         figures[key] = config.figure(size, fields)
     name = data.get("model_type")
     return ModelProfile(name if isinstance(name, str) and name else Path(path).stem, figures)
-
-
-def _cached_layers(config: _Config) -> int:
-    layers = config.number("num_hidden_layers")
-    # (before a list of them is made)
-    if not 1 <= layers <= MAX_LAYERS:
-        config.refuse("num_hidden_layers", f"layers from 1 to {MAX_LAYERS}", layers)
-    types = config.data.get("layer_types")
-    if types is None:
-        return layers
-    if not isinstance(types, list) or len(types) != layers:
-        config.refuse("layer_types", f"{layers} names", repr(types)[:60])
-    other = [t for t in types if t not in ("full_attention", "linear_attention")]
-    if other:
-        # A window's cache does not grow with the context: no figure here says so.
-        config.refuse("layer_types", "full_attention or linear_attention", repr(other[0]))
-    return types.count("full_attention")
-
-
-def _index_layers(config: _Config, layers: int) -> tuple[int, ...]:
-    types = config.data.get("indexer_types")
-    if types is None:
-        every = max(config.number("index_topk_freq", 1), 1)
-        first = config.number("index_skip_topk_offset", 1)
-        # The first ones choose, each for itself; from the last of them on, every so many.
-        return tuple(n for n in range(layers) if n < first or (n - first + 1) % every == 0)
-    known = ("full", "shared")
-    if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
-        config.refuse("indexer_types", f"{layers} times full or shared", repr(types)[:60])
-    return tuple(n for n, kind in enumerate(types) if kind == "full")

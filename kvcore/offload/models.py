@@ -181,7 +181,10 @@ class ModelProfile:
     def _number(self, key: str) -> float:
         if key not in self.figures:
             expected = f"a figure of {self.name}: {MODEL_FIGURES[key][0]}"
-            fail(key, expected, "nothing; give it in a TOML profile")
+            # A step needs all of them: whoever writes the profile is to learn it in one go.
+            others = [name for name in STEP if name != key and name not in self.figures]
+            too = f", and {', '.join(others)}, which are missing too," if others else ""
+            fail(key, expected, f"nothing; give it{too} in a TOML profile")
         value = self.figures[key].value
         assert isinstance(value, int | float)
         return value

@@ -89,8 +89,13 @@ def test_configs(tmp_path: Path) -> None:
     assert str(tmp_path) in llama["layers"].source
     mixed = {**LLAMA, "layer_types": ["linear_attention", "full_attention"] * 16}
     assert ModelProfile.from_config(config(tmp_path, mixed)).layers == 16
-    with pytest.raises(ParamInvalidError, match=r"step_fixed: expected a figure of llama"):
+    with pytest.raises(ParamInvalidError, match=r"step_fixed: expected a figure of llama") as told:
         llama.step_us(1, 1)
+    assert "step_request, step_attended, step_indexed, which are missing too" in str(told.value)
+    last = llama.replace(step_fixed=1.0, step_request=1.0, step_attended=1.0)
+    with pytest.raises(ParamInvalidError, match=r"nothing; give it in a TOML profile$"):
+        last.step_us(1, 1)
+    assert last.replace(step_indexed=1.0).step_us(1, 1) == 3
 
 
 @pytest.mark.parametrize(
