@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
-RUNTIME = ("books", "device", "memory", "copy", "stream", "event", "callback", "capture", "numbers")
+SOURCES = Path(__file__).parents[3] / "kvcore" / "emulator" / "cann"
+RUNTIME = ("calls", "device", "memory", "copy", "stream", "event", "callback", "capture", "numbers")
 OPBASE = ("tensor", "executor")
 OPERATORS = ("scatter", "gather")
 CUSTOM = ("selection",)
@@ -136,13 +136,13 @@ class _Builder:
 
     def objects_of(self, parts: tuple[str, ...], library: str) -> list[Path]:
         with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda part: self.compile(HERE / f"{part}.c", library), parts))
+            return list(pool.map(lambda part: self.compile(SOURCES / f"{part}.c", library), parts))
 
     def compile(self, source: Path, library: str) -> Path:
         out = self.objects / f"{source.stem}-{library}.o"
         if not out.exists():
             self.run(
-                "cc", *self.flags, f'-DLIBRARY="{library}"', f"-I{HERE}", "-c", source, "-o", out
+                "cc", *self.flags, f'-DLIBRARY="{library}"', f"-I{SOURCES}", "-c", source, "-o", out
             )
         return out
 
@@ -172,13 +172,13 @@ class _Builder:
         if not self.stub:
             settings = self.home / "settings.c"
             settings.write_text(
-                '#include "double.h"\n'
+                '#include "machine.h"\n'
                 f'const char *const kvd_built_soc = "{soc}";\n'
                 f"const int kvd_built_devices = {devices};\n"
             )
             objects = self.objects_of(RUNTIME, "core")
             built = self.home / "settings.o"
-            self.run("cc", *self.flags, f"-I{HERE}", "-c", settings, "-o", built)
+            self.run("cc", *self.flags, f"-I{SOURCES}", "-c", settings, "-o", built)
             self.link(core, [*objects, built])
         fronts = (["libacl_rt.so"] if split else []) + (["libascendcl.so"] if umbrella else [])
         for front in fronts:
@@ -198,7 +198,7 @@ class _Builder:
         """Every symbol of those parts, as devlib has it."""
         lines = []
         for part in parts:
-            for symbol in DEFINITION.findall((HERE / f"{part}.c").read_text()):
+            for symbol in DEFINITION.findall((SOURCES / f"{part}.c").read_text()):
                 pointer = symbol in POINTERS or symbol.startswith("aclCreate")
                 kind, value = ("void *", "0") if pointer else ("int ", "100039")
                 lines.append(f"{kind}{symbol}(void) {{ return {value}; }}")

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Init, devices, contexts, what a device is (page 1.2, 1.3, 3).
-#include "double.h"
+#include "machine.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Host functions and callbacks in stream order (page 1.7).
-#include "double.h"
+#include "machine.h"
 
 #include <errno.h>
 #include <stdlib.h>

@@ -3,7 +3,7 @@
 // that no thread may read or write: host code that follows one dies at once.  Addresses are never
 // used twice.  Where the bytes really are only kernels and copies know, but after kvdouble_open:
 // then new memory has its bytes where its address says, for tests that look into it.
-#include "double.h"
+#include "machine.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Who lives, what was broken, what was called, what is ordered to fail, and what is said of it.
-#include "double.h"
+#include "machine.h"
 
 #include <stdio.h>
 #include <stdlib.h>

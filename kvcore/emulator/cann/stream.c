@@ -2,7 +2,7 @@
 // Streams (page 1.5, 5.8): a thread each, first in first out.  Unless told to be eager, a stream
 // does its work as late as the interface allows: when somebody waits for it.  So a missing wait, or
 // memory freed too soon, shows on every run and not only on an unlucky one.
-#include "double.h"
+#include "machine.h"
 
 #include <errno.h>
 #include <stdlib.h>

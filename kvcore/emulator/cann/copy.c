@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Copies and fills (page 1.4, 5.8).  The addresses decide, not the kind.
-#include "double.h"
+#include "machine.h"
 
 #include <stdlib.h>
 #include <string.h>

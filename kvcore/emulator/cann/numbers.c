@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Element types: bits, values.  Every small float is decoded by its fields, and encoded by trying
 // its neighbours in the table of all its values.  HiFloat8: Luo et al., arXiv 2409.16626.
-#include "double.h"
+#include "machine.h"
 
 #include <math.h>
 #include <string.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // aclnnGatherSelectionKvCache (page 1.10, 5.10; the rules by number are those of operators.md).
-#include "double.h"
+#include "machine.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The two phases and what lies between them (page 5.1, 5.2, 5.6).
-#include "double.h"
+#include "machine.h"
 
 #include <sys/uio.h>
 #include <stdio.h>

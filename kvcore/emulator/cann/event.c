@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Events (page 1.6, 5.8).  Recording takes the event first, waiting takes the stream first.
-#include "double.h"
+#include "machine.h"
 
 #include <errno.h>
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // aclnnGatherPaKvCache (page 1.10, 5.4, 5.7).
-#include "double.h"
+#include "machine.h"
 
 #include <string.h>
 

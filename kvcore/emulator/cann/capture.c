@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Capture and replay (page 1.8).  A graph keeps its tasks in the order they were captured, which
 // respects every dependency; a replay runs them one after the other.
-#include "double.h"
+#include "machine.h"
 
 #include <stdio.h>
 #include <stdlib.h>
