@@ -23,13 +23,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 PACKAGES = ("kvcore/_kernels", "kvcore/_core", "kvcore/runtime")
+# The C libraries of the emulated machine, for Linux: see libraries.toml there.
+MACHINE = Path("kvcore/emulator/cann")
+INSTALLATION = Path("kvcore/emulator/installation")
 # Code that every Cython module needs (memoryviews, function objects) is compiled once, here.
 SHARED = "kvcore._cython_shared"
 
@@ -145,6 +150,49 @@ class BuildExt(build_ext):
             extension.sources = result.sources
             extension.depends = result.depends
         super().build_extensions()
+        self.build_machine()
+
+    def build_machine(self) -> None:
+        """Compile the emulated machine's libraries, those whose sources are newer than they."""
+        newest = max(path.stat().st_mtime_ns for path in [*MACHINE.iterdir(), Path("setup.py")])
+        for made in machine_libraries():
+            target = Path(self.build_lib, INSTALLATION, made["file"])
+            if self.force or not target.exists() or target.stat().st_mtime_ns < newest:
+                self.build_library(target, made)
+
+    def build_library(self, target: Path, made: dict[str, Any]) -> None:
+        name = target.name
+        objects = self.compiler.compile(
+            [str(MACHINE / f"{part}.c") for part in made.get("parts", ())],
+            output_dir=str(Path(self.build_temp, name)),
+            macros=[("_GNU_SOURCE", None), ("LIBRARY", f'"{name}"')],
+            extra_postargs=["-std=c11", "-O2", "-g1", "-Wall", "-Wextra", "-pthread"],
+        )
+        folder = Path(self.build_lib, INSTALLATION)
+        needs = [str(folder / need) for need in made.get("needs", ())]
+        # Found beside each other wherever the package lies.
+        places = {os.path.relpath(Path(need).parent, target.parent) for need in needs}
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.compiler.link_shared_object(
+            [*objects, *needs],
+            str(target),
+            extra_preargs=["-Wl,--no-as-needed", f"-Wl,-soname,{name}"],
+            extra_postargs=[
+                *("-pthread", "-ldl", "-lm"),
+                *(f"-Wl,-rpath,$ORIGIN/{place}" for place in sorted(places)),
+            ],
+        )
+
+    def copy_extensions_to_source(self) -> None:
+        super().copy_extensions_to_source()
+        for made in machine_libraries():
+            target = INSTALLATION / made["file"]
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.copy_file(str(Path(self.build_lib, target)), str(target), level=self.verbose)
+
+    def get_outputs(self) -> list[str]:
+        made = [str(Path(self.build_lib, INSTALLATION, m["file"])) for m in machine_libraries()]
+        return super().get_outputs() + made
 
     def copy_file(self, infile: str, outfile: str, *args: object, **kwargs: object) -> object:
         # An older release build must replace a newer debug build beside the sources.
@@ -153,6 +201,14 @@ class BuildExt(build_ext):
             return super().copy_file(infile, outfile, *args, **kwargs)
         finally:
             self.force = force
+
+
+def machine_libraries() -> list[dict[str, Any]]:
+    """What libraries.toml lists; nothing where the machine cannot run."""
+    if sys.platform != "linux":
+        return []
+    made: list[dict[str, Any]] = tomllib.loads((MACHINE / "libraries.toml").read_text())["library"]
+    return made
 
 
 def available_cores() -> int:

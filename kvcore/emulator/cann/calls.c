@@ -5,13 +5,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 pthread_mutex_t kvd_lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t kvd_changed = PTHREAD_COND_INITIALIZER;
 
 static const char *const kind_names[H_KINDS] = {
     "context", "stream", "stream_config", "event", "graph", "task_group", "tensor", "int_array",
-    "tensor_list", "executor",
+    "tensor_list", "executor", "physical",
 };
 
 // -- handles ----------------------------------------------------------------------------------------
@@ -127,6 +128,7 @@ static _Thread_local uint64_t call_now;
 static _Thread_local int forced_now, after_now;
 
 const char *kvd_symbol(void) { return symbol_now; }
+long kvd_pid(void) { return (long)getpid(); }
 void kvd_set_symbol(const char *symbol) { symbol_now = symbol; }
 int kvd_forced(void) { return forced_now; }
 

@@ -50,7 +50,7 @@ static int locate(const void *address, size_t span, const char *what, enum place
         return violate(RT_PARAM_INVALID, "1.4", "%s: device address %p is not allocated (any more)",
                        what, address);
     size_t offset = (uintptr_t)address - b->start;
-    if (span > b->size - offset)
+    if (!kvd_fits(b, offset, span))
         return violate(RT_PARAM_INVALID, "1.4", "%s: %zu bytes at offset %zu leave the memory of %zu",
                        what, span, offset, b->size);
     *bytes = b->bytes + offset;
@@ -163,6 +163,11 @@ static int copy_later(struct piece *piece, void *dst, size_t dst_span, const voi
     kvd_touch(t, dst, dst_span, "dst");
     kvd_touch(t, src, src_span, "src");
     return later(stream, all, t, place[0] == PAGEABLE || place[1] == PAGEABLE);
+}
+
+int kvd_copy_later(void *dst, const void *src, size_t size, void *stream) {
+    struct piece piece = {.width = size, .height = 1};
+    return copy_later(&piece, dst, size, src, size, KIND_LAST, stream);
 }
 
 int aclrtMemcpyAsync(void *dst, size_t most, const void *src, size_t count, int kind, void *stream) {

@@ -50,6 +50,13 @@ __attribute__((constructor)) static void defaults(void) {
     s->capacity = 4ull << 30;
     s->workspace_extra = 512;
     kvd_set_soc(kvd_built_soc);
+    // In a child process torch_npu may ask before anybody has set the machine up.
+    const char *asked = getenv("KVCORE_EMULATE"), *count = getenv("KVCORE_EMULATE_DEVICES");
+    if (!asked || !*asked) return;
+    if (!strcmp(asked, "A2")) kvd_set_soc("Ascend910B3");
+    if (!strcmp(asked, "A3")) kvd_set_soc("Ascend910_9391");
+    if (!strcmp(asked, "950")) kvd_set_soc("Ascend950PR_9599");
+    if (count && atoi(count) > 0 && atoi(count) <= MAX_DEVICES) s->devices = atoi(count);
 }
 
 struct search {
@@ -127,7 +134,7 @@ int aclsysGetVersionStr(char *package, char *version) {
     int code = enter("aclsysGetVersionStr", CALLABLE, "%s", package ? package : "NULL");
     if (code) return leave(code);
     if (!package || !version) return leave(violate(INVALID_PARAM, "1.2", "NULL"));
-    strcpy(version, "1.17.0");
+    strcpy(version, strcmp(package, "CANN") ? "1.17.0" : KVD_CANN_VERSION);
     return leave(OK);
 }
 
@@ -148,6 +155,10 @@ int aclrtGetVersion(int32_t *major, int32_t *minor, int32_t *patch) {
 }
 
 // -- devices (1.3) --------------------------------------------------------------------------------------
+
+bool kvd_is_open(int device) {
+    return device >= 0 && device < MAX_DEVICES && primary[device] != NULL;
+}
 
 static int check_device(int32_t device) {
     if (kvd_settings.devices == 0) return error(RT_NO_DEVICE, "no device");
@@ -188,10 +199,12 @@ static int reset(const char *symbol, int32_t device, bool force) {
 int aclrtResetDevice(int32_t device) { return reset("aclrtResetDevice", device, false); }
 int aclrtResetDeviceForce(int32_t device) { return reset("aclrtResetDeviceForce", device, true); }
 
+// A thread without a device is an ordinary answer here: torch_npu asks so in every thread.
 int aclrtGetDevice(int32_t *device) {
-    int code = enter("aclrtGetDevice", RUNTIME, "%p", (void *)device);
+    int code = enter("aclrtGetDevice", INIT, "%p", (void *)device);
     if (code) return leave(code);
     if (!device) return leave(violate(INVALID_PARAM, "1.3", "device is NULL"));
+    if (!kvd_context()) return leave(error(RT_CONTEXT_NULL, "this thread has no device set"));
     *device = current->device;
     return leave(OK);
 }
@@ -222,11 +235,9 @@ const char *aclrtGetSocName(void) {
     return ok ? name : NULL;
 }
 
-int aclrtGetDeviceInfo(uint32_t device, int attribute, int64_t *value) {
-    int code = enter("aclrtGetDeviceInfo", INIT, "%u, %d", device, attribute);
-    if (!code) code = check_device((int32_t)device);
-    if (code) return leave(code);
-    if (!value) return leave(violate(INVALID_PARAM, "1.3", "value is NULL"));
+int kvd_device_info(uint32_t device, int attribute, int64_t *value) {
+    int code = check_device((int32_t)device);
+    if (code) return code;
     enum soc soc = kvd_settings.soc;
     switch (attribute) {
     case 1: *value = 7; break;
@@ -237,9 +248,16 @@ int aclrtGetDeviceInfo(uint32_t device, int attribute, int64_t *value) {
     case 302: *value = 192 << 20; break;
     case 402: case 403: case 501: *value = 0; break;
     case 601: *value = soc == SOC_950 ? 3510 : soc == SOC_310P ? 2002 : soc == SOC_OTHER ? 1001 : 2201; break;
-    default: return leave(error(RT_PARAM_INVALID, "attribute %d", attribute));
+    default: return error(RT_PARAM_INVALID, "attribute %d", attribute);
     }
-    return leave(OK);
+    return OK;
+}
+
+int aclrtGetDeviceInfo(uint32_t device, int attribute, int64_t *value) {
+    int code = enter("aclrtGetDeviceInfo", INIT, "%u, %d", device, attribute);
+    if (code) return leave(code);
+    if (!value) return leave(violate(INVALID_PARAM, "1.3", "value is NULL"));
+    return leave(kvd_device_info(device, attribute, value));
 }
 
 int aclrtQueryDeviceStatus(int32_t device, int *status) {
@@ -329,6 +347,7 @@ float aclFloat16ToFloat(uint16_t bits) {
 void kvdouble_soc(const char *name) { CONTROL(kvd_set_soc(name)); }
 void kvdouble_devices(int count) { CONTROL(kvd_settings.devices = count); }
 void kvdouble_capacity(uint64_t bytes) { CONTROL(kvd_settings.capacity = bytes); }
+void kvdouble_budget(uint64_t bytes) { CONTROL(kvd_settings.budget = bytes); }
 void kvdouble_eager(bool on) { CONTROL(kvd_settings.eager = on); }
 void kvdouble_hold(bool on) { CONTROL(kvd_settings.hold = on); }
 void kvdouble_poison(bool on) { CONTROL(kvd_settings.poison = on); }

@@ -52,7 +52,7 @@ static int check_memory(const struct tensor *t, const char *name) {
         return violate(NN_INNER_NULLPTR, "5.1", "%s: device address %p is not allocated (any more)",
                        name, address);
     size_t offset = t->data - b->start;
-    if (size > b->size - offset)
+    if (!kvd_fits(b, offset, size))
         return violate(NN_INNER_NULLPTR, "5.3", "%s: storageDims describe %zu bytes, %zu are allocated",
                        name, size, b->size - offset);
     return OK;
@@ -212,7 +212,7 @@ static int check_workspace(struct executor *e, const void *workspace, uint64_t s
     struct block *b;
     if (kvd_find(workspace, &b) != DEVICE)
         return violate(NN_PARAM_INVALID, "5.3", "workspace %p is no allocated device memory", workspace);
-    if (size > b->size - ((uintptr_t)workspace - b->start))
+    if (!kvd_fits(b, (uintptr_t)workspace - b->start, size))
         return violate(NN_PARAM_INVALID, "5.3", "workspace of %llu bytes leaves its memory",
                        (unsigned long long)size);
     return OK;

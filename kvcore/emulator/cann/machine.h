@@ -10,6 +10,8 @@
 
 #include "abi.h"
 
+#define KVD_CANN_VERSION "8.5.0"
+
 // Internal symbols have a prefix, so that they never meet those of other libraries.
 #define enter(...) kvd_enter(__VA_ARGS__)
 #define leave(code) kvd_leave(code)
@@ -23,7 +25,7 @@ extern pthread_cond_t kvd_changed;
 
 enum kind {
     H_CONTEXT, H_STREAM, H_STREAM_CONFIG, H_EVENT, H_GRAPH, H_TASK_GROUP, H_TENSOR, H_INT_ARRAY,
-    H_TENSOR_LIST, H_EXECUTOR, H_KINDS,
+    H_TENSOR_LIST, H_EXECUTOR, H_PHYSICAL, H_KINDS,
 };
 
 struct handle {
@@ -56,6 +58,7 @@ int kvd_error(int code, const char *format, ...) __attribute__((format(printf, 2
 // The same, and recorded as a broken rule of that section of the page.
 int kvd_violate(int code, const char *section, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
+long kvd_pid(void);
 int kvd_async_fault(const char *symbol);  // the code ordered for the task just launched
 const char *kvd_symbol(void);
 void kvd_set_symbol(const char *symbol);  // in a thread of the double's own
@@ -76,6 +79,7 @@ struct settings {
     enum soc soc;
     int devices;
     uint64_t capacity;         // bytes of one device
+    uint64_t budget;           // bytes of all devices and pinned memory together, 0: no limit
     bool eager, hold, poison;  // see README.md
     uint64_t workspace_extra;
     bool quirk_negative, quirk_no_nct_950, quirk_offset_nz, quirk_no_2d;
@@ -89,6 +93,8 @@ bool kvd_initialized(void);
 bool kvd_torn_down(void);  // by another party
 void kvd_set_soc(const char *name);
 void kvd_reset_devices(void);
+int kvd_device_info(uint32_t device, int attribute, int64_t *value);
+bool kvd_is_open(int device);
 bool kvd_in_callback(void);
 void kvd_set_in_callback(bool on);
 
@@ -100,8 +106,9 @@ struct block {
     enum place place;
     uintptr_t start;
     size_t size;
-    unsigned char *bytes;  // where the memory really is
-    void *owned;           // what free() gets, NULL if the caller's
+    unsigned char *bytes;   // where the memory really is
+    bool owned;             // and not the caller's
+    unsigned char *mapped;  // of reserved addresses: which granules have memory; else NULL
     int device;
     uint64_t serial;
     int pending;  // launched tasks that have not passed
@@ -109,7 +116,17 @@ struct block {
     bool dead;
 };
 
+enum { GRANULE = 2 << 20 };  // of reserved addresses
+
 enum place kvd_find(const void *address, struct block **block);
+bool kvd_fits(const struct block *block, size_t offset, size_t size);
+uintptr_t kvd_reserve(size_t size, size_t alignment);  // 0: no more addresses
+unsigned char *kvd_alias(uintptr_t device_address);    // where its bytes are
+struct block *kvd_add_reserved(uintptr_t start, size_t size, int device);
+void kvd_forget_reserved(struct block *block);
+void kvd_discard(struct block *block, size_t offset, size_t size);
+bool kvd_charge(int device, uint64_t size);  // false: more than there is
+void kvd_uncharge(int device, uint64_t size);
 void kvd_drop_block(struct block *block);  // gives up one ref
 size_t kvd_live_blocks(enum place place);
 void kvd_reset_memory(void);
@@ -117,6 +134,8 @@ void kvd_reset_memory(void);
 // -- copy.c -------------------------------------------------------------------------------------------
 
 size_t kvdouble_num_blocking(void);
+// An asynchronous copy whose addresses decide; of the library's own calls.
+int kvd_copy_later(void *dst, const void *src, size_t size, void *stream);
 
 // -- stream.c -----------------------------------------------------------------------------------------
 

@@ -1,21 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // Allocations and registrations (page 1.4, 5.8, 5.9).  A device address is a number inside a range
 // that no thread may read or write: host code that follows one dies at once.  Addresses are never
-// used twice.  Where the bytes really are only kernels and copies know, but after kvdouble_open:
-// then new memory has its bytes where its address says, for tests that look into it.
+// used twice.  The bytes lie in a second range of the same size, the alias, at a constant distance
+// from the first: kernels, copies and other tasks reach them there, and tensors that torch makes
+// over them need one addition (kvd_alias).  After kvdouble_open new memory has its bytes where its
+// address says, for tests that look into it.
 #include "machine.h"
 
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
-static const size_t RESERVED = (size_t)1 << 37;
+static size_t range_size;
 static uintptr_t range_start, range_next;
+static intptr_t to_alias;
 static bool is_open;
 
 static struct block **blocks;  // by start
 static size_t num_blocks, room_blocks;
-static uint64_t used[16], next_serial;
+static uint64_t used[16], used_pinned, next_serial;
 
 struct registration {
     uintptr_t start;
@@ -44,10 +47,10 @@ enum place kvd_find(const void *address, struct block **block) {
         return b->place;
     }
     *block = NULL;
-    return range_start && at - range_start < RESERVED ? STRAY : PAGEABLE;
+    return range_start && at - range_start < range_size ? STRAY : PAGEABLE;
 }
 
-static struct block *add(enum place place, uintptr_t start, size_t size, void *bytes, void *owned) {
+static struct block *add(enum place place, uintptr_t start, size_t size, void *bytes, bool owned) {
     struct block *b = calloc(1, sizeof *b);
     if (!b) abort();
     *b = (struct block){.place = place, .start = start, .size = size, .bytes = bytes,
@@ -64,9 +67,16 @@ static struct block *add(enum place place, uintptr_t start, size_t size, void *b
     return b;
 }
 
+// Pages of the alias: their owner starts and ends on a page of its own.
+static void give_back(unsigned char *bytes, size_t size) {
+    madvise(bytes, (size + 4095) / 4096 * 4096, MADV_DONTNEED);
+}
+
 void kvd_drop_block(struct block *b) {
     if (--b->refs) return;
-    free(b->owned);
+    if (b->owned && b->place == PINNED) free(b->bytes);
+    if (b->owned && b->place == DEVICE) give_back(b->bytes, b->size);
+    free(b->mapped);
     free(b);
 }
 
@@ -75,7 +85,8 @@ static void forget(struct block *b) {
     size_t i = position(b->start) - 1;
     memmove(blocks + i, blocks + i + 1, (num_blocks - i - 1) * sizeof *blocks);
     num_blocks--;
-    if (b->place == DEVICE) used[b->device] -= b->size;
+    if (b->place == DEVICE && !b->mapped) used[b->device] -= b->size;
+    if (b->place == PINNED && b->owned) used_pinned -= b->size;
     b->dead = true;
     kvd_drop_block(b);
 }
@@ -83,7 +94,8 @@ static void forget(struct block *b) {
 size_t kvd_live_blocks(enum place place) {
     if (place == SWAPPED) return num_registrations;
     size_t n = 0;
-    for (size_t i = 0; i < num_blocks; i++) n += blocks[i]->place == place && blocks[i]->owned;
+    for (size_t i = 0; i < num_blocks; i++)
+        n += blocks[i]->place == place && blocks[i]->owned && !blocks[i]->mapped;
     return n;
 }
 
@@ -91,31 +103,99 @@ void kvd_reset_memory(void) {
     while (num_blocks) forget(blocks[num_blocks - 1]);
     num_registrations = 0;
     memset(used, 0, sizeof used);
+    used_pinned = 0;
     if (is_open) {
         is_open = false;
-        if (mprotect((void *)range_start, RESERVED, PROT_NONE)) abort();
-        madvise((void *)range_start, RESERVED, MADV_DONTNEED);
+        if (mprotect((void *)range_start, range_size, PROT_NONE)) abort();
+        madvise((void *)range_start, range_size, MADV_DONTNEED);
     }
 }
 
-// Memory of which only one byte is owned: that it is there is all that its end needs to know.
+// Memory that is opened for the host: both ranges would need the same pages, so its bytes are where
+// its address says.
 static void *uncover(uintptr_t at, size_t size) {
     uintptr_t start = at & ~(uintptr_t)4095, end = (at + size + 4095) & ~(uintptr_t)4095;
-    return mprotect((void *)start, end - start, PROT_READ | PROT_WRITE) ? NULL : malloc(1);
+    bool failed = mprotect((void *)start, end - start, PROT_READ | PROT_WRITE);
+    return failed ? NULL : (void *)at;
 }
 
-static uintptr_t reserve(size_t size, size_t alignment) {
-    if (!range_start) {
-        void *p = mmap(NULL, RESERVED, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (p == MAP_FAILED) abort();
-        range_start = (uintptr_t)p;
-        range_next = range_start + 4096;
+static void *map(size_t size, int protection) {
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *p = mmap(NULL, size, protection, flags, -1, 0);
+    return p == MAP_FAILED ? NULL : p;
+}
+
+// Two ranges of addresses, as large as the system lets us have: no page of them exists before it is
+// touched.  A forked child gets neither the bytes nor the right to touch them.
+static bool open_ranges(void) {
+    for (size_t size = (size_t)1 << 42; size >= (size_t)1 << 33; size /= 2) {
+        void *numbers = map(size, PROT_NONE);
+        void *alias = numbers ? map(size, PROT_READ | PROT_WRITE) : NULL;
+        if (alias) {
+            madvise(alias, size, MADV_DONTFORK);
+            madvise(alias, size, MADV_DONTDUMP);
+            madvise(numbers, size, MADV_DONTDUMP);
+            range_size = size;
+            range_start = (uintptr_t)numbers;
+            range_next = range_start + 4096;
+            to_alias = (char *)alias - (char *)numbers;
+            return true;
+        }
+        if (numbers) munmap(numbers, size);
     }
+    return false;
+}
+
+uintptr_t kvd_reserve(size_t size, size_t alignment) {
+    if (!range_start && !open_ranges()) return 0;
     uintptr_t at = (range_next + alignment - 1) & ~(uintptr_t)(alignment - 1);
-    if (size > RESERVED / 2 || at + size + 4096 > range_start + RESERVED) return 0;
-    range_next = at + size + 64;  // never side by side: a step past the end is seen
+    if (size > range_size / 2 || at + size + 8192 > range_start + range_size) return 0;
+    range_next = ((at + size + 4095) & ~(uintptr_t)4095) + 4096;  // a step past the end is seen
     return at;
 }
+
+unsigned char *kvd_alias(uintptr_t at) { return (unsigned char *)(at + (uintptr_t)to_alias); }
+
+// For tasks that run as code of the host: device addresses, their number, the way to the bytes.
+int kvdouble_ranges(uintptr_t *start, size_t *size, intptr_t *alias) {
+    pthread_mutex_lock(&kvd_lock);
+    bool ok = range_start || open_ranges();
+    *start = range_start, *size = range_size, *alias = to_alias;
+    pthread_mutex_unlock(&kvd_lock);
+    return ok ? 0 : -1;
+}
+
+bool kvd_fits(const struct block *b, size_t offset, size_t size) {
+    if (offset > b->size || size > b->size - offset) return false;
+    for (size_t at = offset / GRANULE; b->mapped && size && at <= (offset + size - 1) / GRANULE; at++)
+        if (!b->mapped[at]) return false;
+    return true;
+}
+
+bool kvd_charge(int device, uint64_t size) {
+    uint64_t all = used_pinned;
+    for (int i = 0; i < 16; i++) all += used[i];
+    struct settings *s = &kvd_settings;
+    if (size > s->capacity || used[device] > s->capacity - size) return false;
+    if (s->budget && (size > s->budget || all > s->budget - size)) return false;
+    used[device] += size;
+    return true;
+}
+
+void kvd_uncharge(int device, uint64_t size) { used[device] -= size; }
+
+// Addresses without memory, for virtual.c.
+struct block *kvd_add_reserved(uintptr_t start, size_t size, int device) {
+    struct block *b = add(DEVICE, start, size, kvd_alias(start), true);
+    b->device = device;
+    b->mapped = calloc(size / GRANULE + 1, 1);
+    if (!b->mapped) abort();
+    return b;
+}
+
+void kvd_forget_reserved(struct block *b) { forget(b); }
+
+void kvd_discard(struct block *b, size_t offset, size_t size) { give_back(b->bytes + offset, size); }
 
 // -- device memory ----------------------------------------------------------------------------------------
 
@@ -130,19 +210,20 @@ static int allocate(void **p, size_t size, int policy, bool padded) {
     uint64_t counted = size;
     // 5.8: 32-aligned, and 32 bytes more but on 950; 64-byte aligned
     if (size < (size_t)-64) counted = (size + 31) / 32 * 32 + (padded && soc != SOC_950 ? 32 : 0);
-    if (counted > kvd_settings.capacity || used[device] > kvd_settings.capacity - counted)
+    if (!kvd_charge(device, counted))
         return error(RT_MEMORY_ALLOCATION, "%zu bytes wanted, %llu of %llu free", size,
                      (unsigned long long)(kvd_settings.capacity - used[device]),
                      (unsigned long long)kvd_settings.capacity);
-    uintptr_t at = reserve(size, 64);
-    void *bytes = NULL, *owned = NULL;
-    if (at && is_open) owned = uncover(at, size), bytes = (void *)at;
-    else if (at && !posix_memalign(&bytes, 64, size)) owned = bytes;
-    if (!owned) return error(RT_MEMORY_ALLOCATION, "%zu bytes wanted", size);
+    kvd_uncharge(device, counted - size);  // the padding is asked for, and not kept
+    uintptr_t at = kvd_reserve(size, 4096);
+    void *bytes = !at ? NULL : is_open ? uncover(at, size) : kvd_alias(at);
+    if (!bytes) {
+        kvd_uncharge(device, size);
+        return error(RT_MEMORY_ALLOCATION, "%zu bytes wanted, no more addresses", size);
+    }
     memset(bytes, 0xA5, size < 4096 ? size : 4096);  // nobody promises zeros
-    struct block *b = add(DEVICE, at, size, bytes, owned);
+    struct block *b = add(DEVICE, at, size, bytes, true);
     b->device = device;
-    used[device] += size;
     *p = (void *)at;
     return OK;
 }
@@ -200,7 +281,7 @@ static int release(void *p, enum place place) {
     if (!p) return violate(INVALID_PARAM, "1.4", "NULL");
     struct block *b;
     enum place seen = kvd_find(p, &b);
-    if (!b || seen != place || b->start != (uintptr_t)p || !b->owned)
+    if (!b || seen != place || b->start != (uintptr_t)p || !b->owned || b->mapped)
         return violate(RT_PARAM_INVALID, "1.4", "%p is %s", p,
                        !b ? (seen == STRAY ? "a device address that is not allocated (any more)"
                                            : "not of this interface (any more)")
@@ -229,28 +310,35 @@ int aclrtFreeWithDevSync(void *p) {
 
 // -- host memory ------------------------------------------------------------------------------------------
 
-static int allocate_host(void **p, size_t size, bool page_aligned) {
+// Whole pages: torch_npu registers what it gets here from the first page boundary on.
+static int allocate_host(void **p, size_t size) {
     if (!p) return violate(INVALID_PARAM, "1.4", "p is NULL");
     *p = NULL;
     if (!size) return violate(INVALID_PARAM, "1.4", "size is 0");
     void *bytes = NULL;
-    if (size > RESERVED || posix_memalign(&bytes, page_aligned ? 4096 : 64, size))
+    uint64_t all = used_pinned, budget = kvd_settings.budget;
+    for (int i = 0; i < 16; i++) all += used[i];
+    if (budget && (size > budget || all > budget - size))
+        return error(RT_MEMORY_ALLOCATION, "%zu bytes of host memory, %llu of %llu are in use", size,
+                     (unsigned long long)all, (unsigned long long)budget);
+    if (size > PTRDIFF_MAX || posix_memalign(&bytes, 4096, size))
         return error(RT_MEMORY_ALLOCATION, "%zu bytes of host memory", size);
-    add(PINNED, (uintptr_t)bytes, size, bytes, bytes);
+    add(PINNED, (uintptr_t)bytes, size, bytes, true);
+    used_pinned += size;
     *p = bytes;
     return OK;
 }
 
 int aclrtMallocHost(void **p, size_t size) {
     int code = enter("aclrtMallocHost", RUNTIME, "%zu", size);
-    return leave(code ? code : allocate_host(p, size, false));
+    return leave(code ? code : allocate_host(p, size));
 }
 
 int aclrtMallocHostWithCfg(void **p, uint64_t size, malloc_config *config) {
     int code = enter("aclrtMallocHostWithCfg", RUNTIME, "%llu", (unsigned long long)size);
     bool page_aligned = false;
     if (!code) code = check_config(config, &page_aligned);
-    return leave(code ? code : allocate_host(p, size, page_aligned));
+    return leave(code ? code : allocate_host(p, size));
 }
 
 int aclrtFreeHost(void *p) {
@@ -313,16 +401,16 @@ static int add_registration(void *p, uint64_t size, bool mapped, bool pinned, vo
         return violate(RT_PARAM_INVALID, "5.9", "%p is not host memory", p);
     if (inside && start + size > inside->start + inside->size)
         return violate(RT_PARAM_INVALID, "5.9", "%zu bytes at %p leave their memory", (size_t)size, p);
-    uintptr_t at = mapped ? reserve(size, 4096) : 0;
+    uintptr_t at = mapped ? kvd_reserve(size, 4096) : 0;
     if (num_registrations == 4096 || (mapped && !at))
         return error(RT_MEMORY_ALLOCATION, "no more registrations");
     struct registration *r = &registrations[num_registrations++];
     *r = (struct registration){start, size, NULL, NULL};
     if (mapped) {
-        r->swapped = add(SWAPPED, at, size, p, NULL);
+        r->swapped = add(SWAPPED, at, size, p, false);
         r->swapped->device = kvd_context()->device;
     }
-    if (pinned && !inside) r->pinned = add(PINNED, start, size, p, NULL);
+    if (pinned && !inside) r->pinned = add(PINNED, start, size, p, false);
     if (device) *device = (void *)at;
     return OK;
 }
@@ -391,7 +479,7 @@ static int move(void *device, void *host, size_t size, bool write) {
     pthread_mutex_lock(&kvd_lock);
     struct block *b;
     kvd_find(device, &b);
-    bool ok = b && size <= b->size - ((uintptr_t)device - b->start);
+    bool ok = b && kvd_fits(b, (uintptr_t)device - b->start, size);
     if (ok) {
         unsigned char *at = b->bytes + ((uintptr_t)device - b->start);
         memcpy(write ? at : host, write ? host : at, size);
@@ -405,7 +493,6 @@ int kvdouble_poke(void *device, void *host, size_t size) { return move(device, h
 
 void kvdouble_open(void) {
     pthread_mutex_lock(&kvd_lock);
-    if (!range_start) reserve(1, 64);
-    is_open = true;
+    is_open = range_start || open_ranges();
     pthread_mutex_unlock(&kvd_lock);
 }

@@ -55,7 +55,7 @@ int kvd_touch(struct task *t, const void *address, size_t size, const char *what
         return violate(RT_PARAM_INVALID, "5.1", "%s: device address %p is not allocated (any more)",
                        what, address);
     size_t offset = (uintptr_t)address - b->start;
-    if (size > b->size - offset)
+    if (!kvd_fits(b, offset, size))
         return violate(RT_PARAM_INVALID, "5.3", "%s: %zu bytes at offset %zu leave the memory of %zu",
                        what, size, offset, b->size);
     struct block **more = realloc(t->blocks, (size_t)(t->num_blocks + 1) * sizeof *more);

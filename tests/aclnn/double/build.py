@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[3] / "kvcore" / "emulator" / "cann"
-RUNTIME = ("calls", "device", "memory", "copy", "stream", "event", "callback", "capture", "numbers")
+RUNTIME = (
+    "calls", "device", "memory", "copy", "stream", "event", "callback", "capture", "numbers",
+    "platform", "virtual", "hccl", "compiler",
+)  # fmt: skip
 OPBASE = ("tensor", "executor")
 OPERATORS = ("scatter", "gather")
 CUSTOM = ("selection",)
