@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvcore.offload.id_traces import hit_rate, read_ids, write_ids
     from kvcore.offload.id_traces_synthetic import ScoreModel, TurnoverIds, score_trace
     from kvcore.offload.layer_events import LayerEvents
-    from kvcore.offload.manager import OffloadEvent, OffloadManager, StorePlan
+    from kvcore.offload.manager import OffloadEvent, OffloadManager, OffloadStats, StorePlan
     from kvcore.offload.models import MODELS, ModelFigure, ModelProfile, ModelShape
     from kvcore.offload.offload_options import OffloadOptions
     from kvcore.offload.offload_replay import OffloadReplay
@@ -43,7 +43,7 @@ _HOMES = {
     "id_traces": ("hit_rate", "read_ids", "write_ids"),
     "id_traces_synthetic": ("ScoreModel", "TurnoverIds", "score_trace"),
     "layer_events": ("LayerEvents",),
-    "manager": ("OffloadEvent", "OffloadManager", "StorePlan"),
+    "manager": ("OffloadEvent", "OffloadManager", "OffloadStats", "StorePlan"),
     "models": ("MODELS", "ModelFigure", "ModelProfile", "ModelShape"),
     "offload_options": ("OffloadOptions",),
     "offload_replay": ("OffloadReplay",),
@@ -81,6 +81,7 @@ __all__ = [
     "OffloadOptions",
     "OffloadReplay",
     "OffloadReport",
+    "OffloadStats",
     "PagedCaches",
     "PrefillOffloader",
     "Replay",

@@ -30,8 +30,9 @@ from kvcore.errors import fail
 from kvcore.offload.checks import check_choice, check_integer, each_key
 from kvcore.offload.manager_order import ArcOrder, LruOrder, Order
 
-__all__ = ["MANAGER_POLICIES", "OffloadEvent", "OffloadManager", "StorePlan"]
+__all__ = ["MANAGER_POLICIES", "OffloadEvent", "OffloadManager", "OffloadStats", "StorePlan"]
 
+COUNTS = ("lookups", "found", "loads", "stores", "stored", "failed", "evicted", "refused")
 MANAGER_POLICIES: tuple[str, ...] = ("lru", "arc")
 
 
@@ -55,6 +56,32 @@ class OffloadEvent:
 
     keys: tuple[Hashable, ...]
     removed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadStats:
+    """What a manager holds now, and what it was asked since it was made.
+
+    capacity, used, free: blocks; reading, writing: those of a load or a store under way.
+    lookups, found: calls of ``lookup``, and the keys that they found.
+    loads:     keys of ``prepare_load``; stores: keys that ``prepare_store`` gave a block.
+    stored, failed: keys of ``complete_store`` with and without success.
+    evicted:   keys that gave way; refused: calls of ``prepare_store`` that found no room.
+    """
+
+    capacity: int
+    used: int
+    free: int
+    reading: int
+    writing: int
+    lookups: int
+    found: int
+    loads: int
+    stores: int
+    stored: int
+    failed: int
+    evicted: int
+    refused: int
 
 
 class _Entry:
@@ -84,6 +111,8 @@ class OffloadManager:
         self._given_back: list[int] = []
         self._fresh = 0  # blocks from here on were never given out
         self._events: list[OffloadEvent] | None = [] if events else None
+        self._counts = dict.fromkeys(COUNTS, 0)
+        self._reading = self._writing = 0
 
     # -- what it says ---------------------------------------------------------------------
 
@@ -97,6 +126,13 @@ class OffloadManager:
         """The others; ``used + free == capacity``."""
         return self.capacity - self._fresh + len(self._given_back)
 
+    @property
+    def stats(self) -> OffloadStats:
+        """What it holds now, and what it was asked: a snapshot."""
+        return OffloadStats(
+            self.capacity, self.used, self.free, self._reading, self._writing, **self._counts
+        )
+
     def lookup(self, keys: Iterable[Hashable]) -> int:
         """How many leading keys can be loaded now; one being stored cannot yet."""
         count = 0
@@ -105,6 +141,8 @@ class OffloadManager:
             if entry is None or entry.storing:
                 break
             count += 1
+        self._counts["lookups"] += 1
+        self._counts["found"] += count
         return count
 
     def take_events(self) -> list[OffloadEvent]:
@@ -135,7 +173,10 @@ class OffloadManager:
                 state = "one that is not" if entry is None else "one being stored"
                 fail(f"keys[{place}]", "a key that can be loaded", f"{state} ({key!r})")
         for key in wanted:
-            self._entries[key].readers += 1
+            entry = self._entries[key]
+            self._reading += not entry.readers
+            entry.readers += 1
+        self._counts["loads"] += len(wanted)
         return [self._entries[key].block for key in wanted]
 
     def complete_load(self, keys: Iterable[Hashable]) -> None:
@@ -150,7 +191,9 @@ class OffloadManager:
             if readers < times:
                 fail("keys", f"{times} loads of {key!r} under way", readers)
         for key in done:
-            self._entries[key].readers -= 1
+            entry = self._entries[key]
+            entry.readers -= 1
+            self._reading -= not entry.readers
 
     def prepare_store(self, keys: Iterable[Hashable]) -> StorePlan | None:
         """Blocks for the keys that are neither stored nor being stored; None without room.
@@ -167,6 +210,7 @@ class OffloadManager:
 
         victims = self._order.victims(max(len(fresh) - self.free, 0), may_go)
         if victims is None:
+            self._counts["refused"] += 1
             return None
         self._order.evict(victims)
         for key in victims:
@@ -176,6 +220,9 @@ class OffloadManager:
         for key in fresh:
             self._entries[key] = _Entry(self._take())
             self._order.add(key)
+        self._writing += len(fresh)
+        self._counts["stores"] += len(fresh)
+        self._counts["evicted"] += len(victims)
         blocks = tuple(self._entries[key].block for key in fresh)
         return StorePlan(tuple(fresh), blocks, tuple(victims))
 
@@ -205,6 +252,8 @@ class OffloadManager:
             else:
                 self._order.remove(key)
                 self._given_back.append(self._entries.pop(key).block)
+        self._writing -= len(done)
+        self._counts["stored" if success else "failed"] += len(done)
         if success and done:
             self._tell(done, removed=False)
 

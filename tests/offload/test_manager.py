@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -26,6 +27,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.readers: dict[int, int] = {}
         self.recent: list[int] = []  # the least recently used first
         self.loadable: set[int] = set()  # as the events tell it
+        self.counts = dict.fromkeys(
+            ("lookups", "found", "loads", "stores", "stored", "failed", "evicted", "refused"), 0
+        )
 
     def settled(self, key: int) -> bool:
         return key in self.blocks and key not in self.storing
@@ -34,6 +38,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def lookup(self, keys: list[int]) -> None:
         leading = [self.settled(key) for key in keys] + [False]
         assert self.manager.lookup(keys) == leading.index(False)
+        self.counts["lookups"] += 1
+        self.counts["found"] += leading.index(False)
 
     @rule(keys=KEYS)
     def touch(self, keys: list[int]) -> None:
@@ -49,6 +55,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self.manager.prepare_load(keys) == [self.blocks[key] for key in keys]
             for key in keys:
                 self.readers[key] = self.readers.get(key, 0) + 1
+            self.counts["loads"] += len(keys)
         else:
             with pytest.raises(ParamInvalidError, match="expected a key that can be loaded"):
                 self.manager.prepare_load(keys)
@@ -75,11 +82,14 @@ class ManagerMachine(RuleBasedStateMachine):
         plan = self.manager.prepare_store(keys)
         if needed > len(may_go):
             assert plan is None
+            self.counts["refused"] += 1
             return
         assert plan is not None
         assert list(plan.keys) == fresh
         assert len(plan.evicted) == needed
         assert set(plan.evicted) <= set(may_go)
+        self.counts["stores"] += len(fresh)
+        self.counts["evicted"] += needed
         if self.policy == "lru":
             assert list(plan.evicted) == may_go[:needed]
         for victim in plan.evicted:
@@ -98,6 +108,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def complete_store(self, data: st.DataObject, success: bool) -> None:
         keys = data.draw(st.lists(st.sampled_from(sorted(self.storing)), unique=True))
         self.manager.complete_store(keys, success=success)
+        self.counts["stored" if success else "failed"] += len(keys)
         self.storing -= set(keys)
         for key in keys if not success else ():
             del self.blocks[key]
@@ -116,6 +127,14 @@ class ManagerMachine(RuleBasedStateMachine):
         manager = self.manager
         assert manager.used == len(self.blocks)
         assert manager.used + manager.free == self.capacity
+        assert dataclasses.asdict(manager.stats) == {
+            "capacity": self.capacity,
+            "used": len(self.blocks),
+            "free": self.capacity - len(self.blocks),
+            "reading": sum(map(bool, self.readers.values())),
+            "writing": len(self.storing),
+            **self.counts,
+        }
         for event in manager.take_events():
             for key in event.keys:
                 assert isinstance(key, int)
@@ -221,6 +240,17 @@ def test_the_end_of_a_prefix_goes_first() -> None:
 def test_bad_calls_are_refused(make: Any, match: str) -> None:
     with pytest.raises(ParamInvalidError, match=match):
         make()
+
+
+def test_stats_are_a_snapshot() -> None:
+    manager = OffloadManager(2)
+    before = manager.stats
+    stored(manager, "a")
+    with pytest.raises(ParamInvalidError):
+        manager.prepare_load(["a", "b"])  # counts nothing
+    assert (before.used, before.stored, manager.stats.stored, manager.stats.loads) == (0, 0, 1, 0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.used = 3  # type: ignore[misc]
 
 
 def test_a_key_is_completed_once() -> None:
