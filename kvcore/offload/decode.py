@@ -356,14 +356,18 @@ class DecodeEngine:
 
         drafts: tokens to write behind the newest of each request, or of each by name.
         Raises ParamInvalidError, before anything is launched and with the books as they were,
-        for requests not admitted or named twice, too many drafts, bad ids, bad tables.
+        for requests not admitted or named twice, too many drafts, bad ids, bad tables, and for
+        blocks that are not the writer's own: two requests write one in the step, or a row is
+        written that is an accepted token of another request (blocks may be shared for reading).
         """
         self._check_open()
         named = list(each_of("requests", requests))
         states = [self._state(request, f"requests[{i}]") for i, request in enumerate(named)]
         if len({id(state) for state in states}) != len(states):
             fail("requests", "each request once", named)
-        parts, exhausted, cut = self._chooser.plan(states, drafts)
+        parts, exhausted, cut = self._chooser.plan(
+            states, drafts, (*self._states.values(), *self._leaving)
+        )
         try:
             times = self._run.times(parts)
         except BaseException:

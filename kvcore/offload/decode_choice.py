@@ -7,7 +7,7 @@ they are taken back when a later request's ids are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.errors import fail
+from kvcore.offload.block_writers import BlockWriters
 from kvcore.offload.checks import check_integer, read_indices
 from kvcore.offload.decode_request import DecodeRequest
 from kvcore.offload.decode_sample import MissModel, Rows
@@ -86,16 +87,21 @@ class Chooser:
         self._recent, self._most = recent_rows, most
         self._block_size, self._num_blocks = block_size, num_blocks
         self._model = MissModel(num_groups)
+        self._writers = BlockWriters(block_size, num_blocks)
 
     def host_rows(self, request: DecodeRequest, first: int, end: int) -> NDArray[np.int64]:
         """Rows of the full cache of a request's positions; see `DecodeRequest.host_rows`."""
         return request.host_rows(first, end, self._block_size, self._num_blocks)
 
     def plan(
-        self, states: Sequence[DecodeRequest], drafts: int | Mapping[Hashable, int]
+        self,
+        states: Sequence[DecodeRequest],
+        drafts: int | Mapping[Hashable, int],
+        admitted: Iterable[DecodeRequest],
     ) -> tuple[list[Part], list[DecodeRequest], int]:
         """(parts, requests without a block for their next token, drafts cut).
 
+        admitted: whose accepted rows must not be written over.
         Raises ParamInvalidError with all books as they were.
         """
         parts: list[Part] = []
@@ -113,6 +119,8 @@ class Chooser:
             due = self._policy.due(clean, context, context + tokens, self._recent, self._most)
             rows = self.host_rows(state, clean, due)
             parts.append(Part(state, tokens, (clean, due), rows, {}, []))
+        writes = [(part.request, part.tokens) for part in parts if part.request.real]
+        self._writers.check(writes, (one for one in admitted if one.real and not one.aborted))
         self._choose(parts)
         self._count(parts)
         return parts, exhausted, cut

@@ -93,6 +93,8 @@ class PrefillOffloader:
         self._drained = [device.event() for _ in range(depth)]
         self._taken: dict[int, Staging] = {}
         self._next = 0
+        # Rows that went to the host since another layer had its turn: (layer, (block, row) pairs).
+        self._sent: tuple[int, set[tuple[int, int]]] = (-1, set())
         made: list[Buffer] = []
         try:
             for _ in range(depth):
@@ -137,13 +139,19 @@ class PrefillOffloader:
         block_table: int32 or int64 [columns]: token t is row t % block_size of block
                      block_table[t // block_size].  Read now.
         first:       position of row 0.
+        A row of a layer goes to the host once in a step: a block twice among those written is
+        refused, and so is a row of an earlier hand-over of the layer, up to the first hand-over of
+        another one (of a ring with one layer nobody knows where a step ends).
         Returns the event behind the copy (also ``stored(layer)``).  Raises ParamInvalidError and
         launches nothing then; the buffer stays taken.
         """
         self._check_taken(staging)
         check_integer("first", first, 0)
         check_integer("count", count, 0, self.max_tokens)
-        targets, sources = self._pieces(staging, block_table, first, count)
+        targets, sources, rows = self._pieces(staging, block_table, first, count)
+        if self._sent[0] != staging.layer:
+            self._sent = (staging.layer, set())
+        self._sent[1].update(rows)
         filled, stream = self._device.event(), staging.stream
         filled.record(stream)
         self._copies.wait_event(filled)
@@ -182,7 +190,7 @@ class PrefillOffloader:
 
     def _pieces(
         self, staging: Staging, block_table: Any, first: int, count: int
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[Any], list[Any], set[tuple[int, int]]]:
         num_blocks, block_size, _ = self._shape
         if block_table is None:
             fail("block_table", "an int32 or int64 array", "NoneType")
@@ -191,17 +199,33 @@ class PrefillOffloader:
             fail("block_table", f"blocks for {first + count} tokens", f"shape {table.shape}")
         targets: list[Any] = []
         sources: list[Any] = []
+        columns: dict[int, int] = {}
+        written: set[tuple[int, int]] = set()
+        layer, sent = self._sent
+        again = sent if layer == staging.layer and len(self._full) > 1 else set()
         done = 0
         while done < count:
             column, row = divmod(first + done, block_size)
             block, rows = int(table[column]), min(block_size - row, count - done)
             if not 0 <= block < num_blocks:
                 fail(f"block_table[{column}]", f"a block below {num_blocks}", block)
+            if block in columns:
+                seen = f"block {block} of block_table[{columns[block]}] again"
+                fail(f"block_table[{column}]", "each block once", seen)
+            columns[block] = column
+            for place in range(row, row + rows):
+                if (block, place) in again:
+                    fail(
+                        f"block_table[{column}]",
+                        f"rows that no other hand-over of layer {layer} wrote in the step",
+                        f"row {place} of block {block}",
+                    )
+                written.add((block, place))
             for lane, buffer in zip(self._full[staging.layer], staging.lanes, strict=True):
                 targets.append(lane[block, row : row + rows])
                 sources.append(buffer[done : done + rows])
             done += rows
-        return targets, sources
+        return targets, sources, written
 
 
 def _sliceable(lane: Any, name: str) -> Any:
