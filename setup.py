@@ -59,6 +59,9 @@ DIRECTIVES = {
     "nonecheck": False,
     "cdivision": True,
     "embedsignature": True,
+    # The pickling that Cython writes copies an object without its C fields, or makes one that was
+    # never set up. An object of a compiled class is not copied or pickled: that is a TypeError.
+    "auto_pickle": False,
 }
 
 
@@ -131,6 +134,9 @@ class BuildExt(build_ext):
         from Cython.Build import cythonize
 
         folder = Path(BUILD_BASE, "c")
+        # Cython compares times of sources only, and the directives are in none.
+        stamp, directives = Path(BUILD_BASE, "directives"), repr(DIRECTIVES)
+        stale = not stamp.exists() or stamp.read_text() != directives
         before = {path: (path.read_bytes(), path.stat()) for path in folder.rglob("*.c")}
         translated = cythonize(
             list(self.extensions),
@@ -139,7 +145,7 @@ class BuildExt(build_ext):
             shared_utility_qualified_name=SHARED,
             include_path=["."],
             nthreads=self.parallel,
-            force=self.force,
+            force=self.force or stale,
         )
         # In pip's isolated build Cython itself is new every time, so it translates everything
         # anew.  C that came out the same keeps its time, and is not compiled again.
@@ -149,6 +155,7 @@ class BuildExt(build_ext):
         for extension, result in zip(self.extensions, translated, strict=True):
             extension.sources = result.sources
             extension.depends = result.depends
+        stamp.write_text(directives)
         super().build_extensions()
         self.build_machine()
 

@@ -2,13 +2,16 @@
 """The slow door for arrays: everything but a plain numpy array of a known dtype.
 
 ``read`` returns (address, shape, strides in bytes, dtype row, item size, read-only, on a device,
-what to keep alive) and words every error about an object that is no usable array.  Whether sizes
-and strides stay inside memory is tested by its caller, arrays.pyx, in compiled code; ``settle``
-words the error where they do not.
+what to keep alive, the numpy array in which a later change would show) and words every error about
+an object that is no usable array.  Whether sizes and strides stay inside memory is tested by its
+caller, arrays.pyx, in compiled code; ``settle`` words the error where they do not.
+
+Running out of memory is no fault of an object: MemoryError passes as it is.
 """
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any
 
@@ -35,7 +38,7 @@ __all__ = [
     "zeros_like",
 ]
 
-Reading = tuple[int, tuple[int, ...], tuple[int, ...], int, int, bool, bool, Any]
+Reading = tuple[int, tuple[int, ...], tuple[int, ...], int, int, bool, bool, Any, Any]
 
 MAX_RANK = 8
 MAX_BYTES = 2**63 - 1
@@ -92,7 +95,7 @@ def not_an_array(obj: object, name: str) -> ParamInvalidError | ParamNullError:
 def read(obj: Any, name: str) -> Reading:
     """Describe any array; raises ParamNullError or ParamInvalidError naming the argument."""
     if isinstance(obj, np.ndarray):
-        return _numpy(obj, name, None)
+        return _numpy(obj, name, None, obj)
     if _is_torch(obj):
         return _torch(obj, name)
     if obj is None or isinstance(obj, np.generic | str | int | float | list | tuple | dict):
@@ -102,7 +105,7 @@ def read(obj: Any, name: str) -> Reading:
         return _device(device, name)
     inner = _attribute(obj, "__kvcore_array__", name)
     if isinstance(inner, np.ndarray):
-        return _numpy(inner, name, inner)
+        return _numpy(inner, name, inner, inner)
     interface = _attribute(obj, "__array_interface__", name)
     if interface is not None:
         return _from_interface(obj, interface, name)
@@ -117,9 +120,11 @@ def read(obj: Any, name: str) -> Reading:
     try:
         # Without copy=False numpy makes a list of what it cannot describe: a copy.
         array = np.asarray(view, copy=False)
+    except MemoryError:
+        raise
     except Exception as error:
         raise _unreadable(name, "buffer", error) from error
-    return _numpy(array, name, array)
+    return _numpy(array, name, array, None)
 
 
 class _Interface:
@@ -133,7 +138,7 @@ class _Interface:
 def _attribute(obj: Any, attribute: str, name: str) -> Any:
     try:
         return getattr(obj, attribute, None)
-    except KVCoreError:  # a buffer that was freed says so itself
+    except (KVCoreError, MemoryError):  # a buffer that was freed says so itself
         raise
     except Exception as error:
         raise _unreadable(name, attribute, error) from error
@@ -144,11 +149,13 @@ def _from_interface(obj: Any, interface: Any, name: str) -> Reading:
         array = np.asarray(_Interface(interface, obj), copy=False)
         told = interface.get("data")
         shared = not isinstance(told, tuple) or array.ctypes.data == told[0] or array.size == 0
+    except MemoryError:
+        raise
     except Exception as error:
         raise _unreadable(name, "__array_interface__", error) from error
     if not shared:
         fail(name, "an __array_interface__ with an address", f"data {told}")
-    return _numpy(array, name, array)
+    return _numpy(array, name, array, None)
 
 
 def as_raw(obj: Any, name: str) -> np.ndarray[Any, Any]:
@@ -189,7 +196,7 @@ def as_numpy(obj: Any, name: str) -> np.ndarray[Any, Any]:
 
 
 def _shared(obj: Any, reading: Reading, name: str) -> np.ndarray[Any, Any]:
-    address, shape, strides, row, itemsize, read_only, _, owner = reading
+    address, shape, strides, row, itemsize, read_only, _, owner, _ = reading
     if row == NOT_IN_TABLE:
         spelled = owner.dtype_name if isinstance(owner, dlpack.Tensor) else dtype_name(obj)
         kind = _other_dtype(spelled, itemsize)
@@ -277,7 +284,7 @@ def _unreadable(name: str, what: str, error: Exception) -> ParamInvalidError:
 
 def settle(reading: Reading, name: str) -> Reading:
     """The same with strides of 64 bits; raises when no memory can hold the array."""
-    address, shape, strides, row, itemsize, read_only, on_device, owner = reading
+    address, shape, strides, row, itemsize, read_only, on_device, owner, source = reading
     if len(shape) > MAX_RANK:
         fail(name, f"at most {MAX_RANK} axes", len(shape))
     low, high, nbytes = address, address + itemsize, itemsize
@@ -297,10 +304,10 @@ def settle(reading: Reading, name: str) -> Reading:
             fail(name, "strides inside the address space", seen)
     # Those of an axis of one or of an empty array mean nothing and may be anything.
     strides = tuple([step if -MAX_BYTES <= step <= MAX_BYTES else 0 for step in strides])
-    return address, shape, strides, row, itemsize, read_only, on_device, owner
+    return address, shape, strides, row, itemsize, read_only, on_device, owner, source
 
 
-def _numpy(array: Any, name: str, owner: Any) -> Reading:
+def _numpy(array: Any, name: str, owner: Any, source: Any) -> Reading:
     if isinstance(array, np.ma.MaskedArray):
         fail(name, "an array without a mask", "a MaskedArray")
     if type(array) is not np.ndarray:
@@ -320,6 +327,7 @@ def _numpy(array: Any, name: str, owner: Any) -> Reading:
         not array.flags.writeable,
         False,
         owner,
+        source,
     )
 
 
@@ -371,29 +379,44 @@ def _torch(tensor: Any, name: str) -> Reading:
         address = tensor.data_ptr()
         shape = tensor.shape
         strides = tuple([step * itemsize for step in tensor.stride()])
+    except MemoryError:
+        raise
     except Exception as error:  # nested, functional, fake tensors; a warning that is an error
         raise _unreadable(name, "tensor with memory of its own", error) from error
-    return (address, shape, strides, row, itemsize, False, on_device, None)
+    return (address, shape, strides, row, itemsize, False, on_device, None, None)
 
 
 def _device(array: Any, name: str) -> Reading:
     """Memory of a device, described by its owner: what ``__kvcore_device_array__`` gave."""
-    row = dtypes.BY_NAME.get(array.dtype)
-    return (
-        array.address,
-        tuple(array.shape),
-        tuple(array.strides),
-        NOT_IN_TABLE if row is None else row.id,
-        array.itemsize,
-        bool(array.read_only),
-        True,
-        array,
-    )
+    try:
+        row = dtypes.BY_NAME.get(array.dtype)
+        shape = tuple([operator.index(size) for size in array.shape])
+        strides = tuple([operator.index(step) for step in array.strides])
+        itemsize = operator.index(array.itemsize)
+        if len(shape) != len(strides) or not 0 <= itemsize < 2**31:
+            fail(name, "a stride an axis and items of a few bytes", f"{strides}, {itemsize} bytes")
+        return (
+            operator.index(array.address),
+            shape,
+            strides,
+            NOT_IN_TABLE if row is None else row.id,
+            itemsize,
+            bool(array.read_only),
+            True,
+            array,
+            None,
+        )
+    except (KVCoreError, MemoryError):
+        raise
+    except Exception as error:
+        raise _unreadable(name, "__kvcore_device_array__", error) from error
 
 
 def _dlpack(obj: Any, name: str) -> Reading:
     try:
         holder = dlpack.import_tensor(obj)
+    except MemoryError:
+        raise
     except Exception as error:
         raise _unreadable(name, "DLPack tensor", error) from error
     if holder.device_type not in HOST_DEVICES:
@@ -410,4 +433,5 @@ def _dlpack(obj: Any, name: str) -> Reading:
         holder.read_only,
         False,
         holder,
+        None,
     )

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
+from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t
 
 cdef enum:
     MAX_RANK = 8
     READ_ONLY = 1   # View.flags
     ON_DEVICE = 2
-    SAME = 0        # what compare() answers
-    CHANGED = 1
-    FOREIGN = 2
+
+cdef enum:          # View.way: how unchanged() looks at the array again
+    OPAQUE          # it cannot: only the object's own code says what it is
+    ABSENT          # no array was given
+    PLAIN           # a numpy array of a dtype that its descriptor tells
+    STRUCTURE       # a numpy array of another dtype or of a subclass, or the one behind a buffer
+    TENSOR          # TENSOR + k: a torch tensor, by row k of the exchange tables
 
 # `head` is what a signature holds besides shape and strides: keep the four together.
 ctypedef struct View:
@@ -20,10 +25,14 @@ ctypedef struct View:
     char* data
     int64_t low        # first and one past the last byte, relative to data
     int64_t high
+    int32_t way
+    PyObject* source   # what unchanged() looks at; the array, or something that it keeps alive
 
+cdef int check_tensor(object obj, str name) except -1
 cdef int read_view(object obj, str name, View* view, list keep) except -1
-cdef int compare(object obj, str name, const View* view) except -1
-cdef int64_t* int64_data(object array) except NULL
+cdef bint ask(object obj, str name, const View* view) except -1
+cdef bint unchanged(const View* view) noexcept
+cdef char* data_of(object array) except NULL
 cdef ArrayInfo info_of(object obj, str name, const View* view)
 
 cdef class ArrayInfo:

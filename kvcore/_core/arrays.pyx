@@ -8,7 +8,7 @@ __array_interface__, DLPack, the buffer protocol.  No array is ever copied.
 
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport SIZE_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 import numpy
@@ -43,7 +43,8 @@ cdef extern from "../_core/dlpack.h":
         uint64_t byte_offset
     ctypedef struct kv_dl_exchange:
         uint32_t major
-        int (*tensor_from_object)(void* object, kv_dl_tensor* out) except -1
+        void* tensor_from_object
+    int kv_peek(kv_dl_exchange* table, void* object, kv_dl_tensor* out) noexcept
 
 cdef extern from *:
     """
@@ -121,18 +122,11 @@ cdef void finish_empty(View* view) noexcept:
     view.high = 0
 
 
-cdef bint read_ndarray(PyObject* obj, View* view) noexcept:
-    cdef kv_ndarray* array = <kv_ndarray*>obj
+cdef bint read_shape(const kv_ndarray* array, View* view) noexcept:
+    """Everything but the dtype and the item size, which view holds already."""
     cdef int i
     if array.nd > MAX_RANK:
         return False
-    for i in range(n_known):
-        if known_descr[i] == array.descr:
-            break
-    else:
-        return False
-    view.dtype = known_dtype[i]
-    view.itemsize = known_size[i]
     view.rank = array.nd
     view.flags = 0 if array.flags & KV_NDARRAY_WRITEABLE else READ_ONLY
     view.data = array.data
@@ -142,12 +136,32 @@ cdef bint read_ndarray(PyObject* obj, View* view) noexcept:
     return finish(view)
 
 
+cdef bint read_ndarray(PyObject* obj, View* view) noexcept:
+    cdef kv_ndarray* array = <kv_ndarray*>obj
+    cdef int i
+    for i in range(n_known):
+        if known_descr[i] == array.descr:
+            break
+    else:
+        return False
+    view.dtype = known_dtype[i]
+    view.itemsize = known_size[i]
+    view.way = PLAIN
+    view.source = obj
+    return read_shape(array, view)
+
+
 cdef int take(tuple reading, View* view) except -1:
     """Fill view from a Reading; 0 when it does not stay inside the address space."""
     cdef int i
-    address, shape, strides, dtype, itemsize, read_only, on_device, _ = reading
+    address, shape, strides, dtype, itemsize, read_only, on_device, _, source = reading
     if len(shape) > MAX_RANK:
         return 0
+    view.way = OPAQUE
+    view.source = NULL
+    if source is not None and mirror_is_right:
+        view.way = STRUCTURE
+        view.source = <PyObject*>source
     view.rank = len(shape)
     view.dtype = dtype
     view.itemsize = itemsize
@@ -176,6 +190,8 @@ cdef bint learn_exchange(type kind) except -1:
         table = <kv_dl_exchange*>PyCapsule_GetPointer(capsule, b"dlpack_exchange_api")
     if table == NULL or table.major != 1 or table.tensor_from_object == NULL:
         return False
+    if row_of(<PyObject*>kind) >= 0:  # another thread, or code that ran here, was first
+        return True
     known_refs.append(kind)
     table_types[n_tables] = <PyObject*>kind
     tables[n_tables] = table
@@ -199,30 +215,25 @@ cdef int dl_dtype(const kv_dl_type* kind) noexcept:
     return -1
 
 
-cdef bint read_exchange(object obj, View* view) except -1:
-    """A torch CPU tensor read from C (some 100 ns); False sends it down the slow door."""
+cdef bint read_tensor(int row, PyObject* obj, View* view) noexcept:
+    """A CPU tensor read from C through that row of the tables (some 100 ns)."""
     cdef kv_dl_tensor t
-    cdef int i, at = 0
-    cdef type kind = type(obj)
-    while at < n_tables and table_types[at] != <PyObject*>kind:
-        at += 1
-    if at == n_tables and (at == KNOWN or not learn_exchange(kind)):
-        return False
-    if table_is_torch[at] and (obj.requires_grad or obj.is_neg()):
-        return False
-    try:
-        tables[at].tensor_from_object(<void*>obj, &t)
-    except (BufferError, RuntimeError, ValueError, TypeError):
+    cdef int i
+    if kv_peek(tables[row], obj, &t) != 0:
         return False
     view.dtype = dl_dtype(&t.dtype)
     if view.dtype < 0 or t.device.device_type != DL_CPU or not 0 <= t.ndim <= MAX_RANK:
         return False
     if t.strides == NULL and t.ndim > 0:
         return False
+    if t.byte_offset > SIZE_MAX - <size_t>t.data:
+        return False
     view.itemsize = t.dtype.bits // 8
     view.rank = t.ndim
     view.flags = 0
     view.data = <char*>t.data + t.byte_offset
+    view.way = TENSOR + row
+    view.source = obj
     for i in range(t.ndim):
         view.shape[i] = t.shape[i]
         if view.shape[i] < 0 or kv_mul(t.strides[i], view.itemsize, &view.strides[i]):
@@ -230,11 +241,41 @@ cdef bint read_exchange(object obj, View* view) except -1:
     return finish(view)
 
 
+cdef int row_of(PyObject* kind) noexcept:
+    """Row of the exchange tables for a type; -1: none is known."""
+    cdef int at
+    for at in range(n_tables):
+        if table_types[at] == kind:
+            return at
+    return -1
+
+
+cdef int check_tensor(object obj, str name) except -1:
+    """Raise for a tensor whose memory does not mean what it seems to; 1 for a tensor, else 0.
+
+    Under a torch function mode this runs Python code, so a call asks it of all its arrays before
+    it reads the first.
+    """
+    cdef type kind = type(obj)
+    cdef int row
+    if n_tables == 0:
+        return 0
+    row = row_of(<PyObject*>kind)
+    if row < 0 or not table_is_torch[row]:
+        return 0
+    if obj.requires_grad or obj.is_neg():
+        adopt.read(obj, name)
+    return 1
+
+
 cdef int read_view(object obj, str name, View* view, list keep) except -1:
     """Fill view from obj; what must stay alive besides obj itself is appended to keep.
 
-    Returns 1 when it ran the object's own code, which may have done anything to any array, else 0.
+    Returns 1 when Python code may have run, which may have done anything to any array, else 0.
+    Of a torch tensor whose type is known check_tensor() is asked before.
     """
+    cdef type kind = type(obj)
+    cdef int row
     if obj is None:
         view.rank = -1
         view.dtype = -1
@@ -243,21 +284,30 @@ cdef int read_view(object obj, str name, View* view, list keep) except -1:
         view.data = NULL
         view.low = 0
         view.high = 0
+        view.way = ABSENT
+        view.source = NULL
         return 0
-    if type(obj) is NDARRAY and mirror_is_right and read_ndarray(<PyObject*>obj, view):
+    if <object>kind is NDARRAY and mirror_is_right and read_ndarray(<PyObject*>obj, view):
         return 0
-    if read_exchange(obj, view):
-        return 0
+    row = row_of(<PyObject*>kind)
+    if row >= 0:
+        if read_tensor(row, <PyObject*>obj, view):
+            if table_is_torch[row]:
+                return 0
+            view.way = OPAQUE  # whose table may run anything
+            return 1
+    elif n_tables < KNOWN and learn_exchange(kind):
+        check_tensor(obj, name)
+        read_view(obj, name, view, keep)
+        return 1
     reading = adopt.read(obj, name)
     if not take(reading, view):
         if not take(adopt.settle(reading, name), view):
             raise MemoryError(f"{name}: an extent outside the address space passed the checks")
     if type(obj) is NDARRAY and view.dtype == HIFLOAT8:
         _learn(obj.dtype, view.dtype)  # its package came after this one
-    owner = reading[7]
-    if owner is None:
-        return 0
-    keep.append(owner)
+    if reading[7] is not None:
+        keep.append(reading[7])
     return 1
 
 
@@ -294,31 +344,45 @@ cdef bint same_ndarray(const kv_ndarray* array, const View* view) noexcept:
     return True
 
 
-cdef int compare(object obj, str name, const View* view) except -1:
-    """SAME, or CHANGED when obj is not what view says (arrays can be resized or reshaped in
-    place); with FOREIGN added when the object's own code ran to find out."""
+cdef bint unchanged(const View* view) noexcept:
+    """Whether the array is what view says, as far as that can be seen without its own code.
+
+    Runs no Python code and makes no Python object that the collector knows.
+    """
     cdef View now
-    cdef int foreign
-    if obj is None:
-        return SAME
-    if type(obj) is NDARRAY and mirror_is_right:
-        if same_ndarray(<kv_ndarray*><PyObject*>obj, view):
-            return SAME
-        if read_ndarray(<PyObject*>obj, &now):
-            return SAME if same(&now, view) else CHANGED
-    if read_exchange(obj, &now):
-        return SAME if same(&now, view) else CHANGED
-    if adopt.is_fixed(obj):
-        return SAME | FOREIGN
-    foreign = FOREIGN if read_view(obj, name, &now, []) else 0
-    return foreign | (SAME if same(&now, view) else CHANGED)
+    if view.way == PLAIN:
+        if same_ndarray(<kv_ndarray*>view.source, view):
+            return True
+        return read_ndarray(view.source, &now) and same(&now, view)
+    if view.way == STRUCTURE:
+        now.dtype = view.dtype
+        now.itemsize = view.itemsize
+        return read_shape(<kv_ndarray*>view.source, &now) and same(&now, view)
+    if view.way >= TENSOR:
+        return read_tensor(view.way - TENSOR, view.source, &now) and same(&now, view)
+    return True
 
 
-cdef int64_t* int64_data(object array) except NULL:
-    """Where the numbers of a numpy array of int64 lie that the caller has just made."""
+cdef bint ask(object obj, str name, const View* view) except -1:
+    """What unchanged() cannot see: whether obj, asked once more, says what view says."""
+    cdef View now
+    if view.way == PLAIN or view.way == ABSENT:
+        return True
+    if view.way >= TENSOR:
+        check_tensor(obj, name)
+        return True
+    if view.way == OPAQUE and adopt.is_fixed(obj):
+        return True
+    check_tensor(obj, name)
+    read_view(obj, name, &now, [])
+    return same(&now, view)
+
+
+cdef char* data_of(object array) except NULL:
+    """Where the numbers of a numpy array lie that the caller has just made."""
     if mirror_is_right:
-        return <int64_t*>(<kv_ndarray*><PyObject*>array).data
-    return <int64_t*><size_t>array.ctypes.data
+        return (<kv_ndarray*><PyObject*>array).data
+    return <char*><size_t>array.ctypes.data
 
 
 cdef class ArrayInfo:
@@ -351,6 +415,7 @@ def read(object obj, str name="array"):
     cdef View view
     if obj is None:
         raise adopt.not_an_array(obj, name)
+    check_tensor(obj, name)
     read_view(obj, name, &view, [])
     return info_of(obj, name, &view)
 
@@ -366,6 +431,7 @@ cdef class Held:
         if obj is None:
             raise adopt.not_an_array(obj, name)
         self._keep = []
+        check_tensor(obj, name)
         read_view(obj, name, &self._view, self._keep)
         self.obj = obj
         self.info = info_of(obj, name, &self._view)
@@ -374,7 +440,9 @@ cdef class Held:
 
     def check(self):
         """Raise ParamInvalidError when the array was resized, reshaped or moved since."""
-        if not self._lasts and compare(self.obj, self.info.name, &self._view) & CHANGED:
+        if self._lasts:
+            return
+        if not ask(self.obj, self.info.name, &self._view) or not unchanged(&self._view):
             raise adopt.changed(self.info.name)
 
 
@@ -420,9 +488,6 @@ for _row in dtypes.TABLE:
     _descr = adopt.numpy_dtype(_row)
     if _descr is not None:
         _learn(_descr, _row.id)
-for (_code, _bits), _name in dlpack.NAMES.items():
-    if _name in dtypes.BY_NAME:
-        dl_rows[_code][(_bits // 8).bit_length() - 1] = dtypes.BY_NAME[_name].id + 1
 for (_code, _bits), _name in dlpack.NAMES.items():
     if _name in dtypes.BY_NAME:
         dl_rows[_code][(_bits // 8).bit_length() - 1] = dtypes.BY_NAME[_name].id + 1

@@ -42,4 +42,13 @@ typedef struct kv_dl_exchange {
     void *current_stream;
 } kv_dl_exchange;
 
+/* 0 when the table could describe the object; no exception is left set. */
+static inline int kv_peek(kv_dl_exchange *table, void *object, kv_dl_tensor *out)
+{
+    int failed = table->tensor_from_object(object, out);
+    if (failed)
+        PyErr_Clear();
+    return failed;
+}
+
 #endif

@@ -10,7 +10,7 @@ from cpython.pycapsule cimport (
     PyCapsule_IsValid,
     PyCapsule_SetName,
 )
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport SIZE_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 cdef extern from "../_core/dlpack.h":
     ctypedef struct kv_dl_device:
@@ -87,9 +87,11 @@ cdef class Tensor:
         if t.ndim > 0 and t.shape == NULL:
             raise ValueError("no shape")
         self.device_type = t.device.device_type
-        self.address = <size_t>t.data + t.byte_offset
         if t.data == NULL and t.byte_offset:
             raise ValueError("an offset from a null pointer")
+        if t.byte_offset > SIZE_MAX - <size_t>t.data:
+            raise ValueError(f"a byte offset of {t.byte_offset}, past the end of the address space")
+        self.address = <size_t>t.data + t.byte_offset
         self.shape = tuple([t.shape[i] for i in range(t.ndim)])
         item = self.itemsize
         if t.strides != NULL:

@@ -105,6 +105,7 @@ cdef class GatherSpec(PagedSpec):
 
     cdef object execute(self, Plan plan):
         self.load(plan)
+        plan.announce()
         if self.num_tokens == 0 or self.token_bytes == 0:
             plan.copied_bytes = 0
             plan.copied_pieces = 0
@@ -115,6 +116,7 @@ cdef class GatherSpec(PagedSpec):
 
     cdef object check_values(self, Plan plan):
         self.load(plan)
+        plan.announce()
 
     def accesses(self, Plan plan):
         if self.num_tokens == 0 or self.token_bytes == 0:

@@ -140,12 +140,13 @@ cdef class PagedSpec(Spec):
             fill_lane(&self.lanes[i], lane, block_size, num_slots)
             self.token_bytes += lane.token_bytes
         self.total_bytes = min(num_tokens * int(self.token_bytes), INT64_MAX)
+        self.most = self.total_bytes
 
     cdef int load(self, Plan plan) except -1:
         """Put num_tokens slots into plan.scratch, each below num_slots; negative ones skip."""
         raise NotImplementedError
 
-    cdef int run_lanes(self, Plan plan, int64_t page_offset) except -1:
+    cdef void run_lanes(self, Plan plan, int64_t page_offset) noexcept:
         cdef kv_lane lanes[2]
         cdef rows_job job
         cdef int i, threads, used = 0
@@ -176,12 +177,11 @@ cdef class PagedSpec(Spec):
         threads = plan.threads_for(total)
         if threads == 1 and total < KEEP_GIL_BYTES:
             run_rows(&job, 1, False)
-            return 0
+            return
         with nogil:
             if threads > 1 and not self.gathers:
                 ordered = plan.order == REPEATED if plan.order != 0 else self.may_repeat(plan)
             run_rows(&job, threads, ordered)
-        return 0
 
     cdef bint may_repeat(self, Plan plan) noexcept nogil:
         cdef unsigned char* bits
@@ -200,12 +200,14 @@ cdef class PagedSpec(Spec):
             plan.last = True
             return None
         self.load(plan)
+        plan.announce()
         self.run_lanes(plan, 0)
         return None
 
     cdef object check_values(self, Plan plan):
         if self.num_tokens > 0 and self.token_bytes > 0:
             self.load(plan)
+            plan.announce()
 
     def workspace_size(self, Plan plan):
         return 8 * self.num_tokens if self.token_bytes else 0
@@ -277,7 +279,7 @@ cdef class SlotSpec(PagedSpec):
             bad = first_at_or_above(slots, self.num_tokens, self.num_slots)
             if bad >= 0:
                 raise self.words(bad, slots[bad])
-        return self.warn_of_values(plan)
+        return 0
 
     cdef int look_for_repeats(self, Plan plan, const int64_t* slots) except -1:
         # DISTINCT says that all are in range too, so that the second pass can be left out.
@@ -386,6 +388,7 @@ cdef class AppendSpec(PagedSpec):
 
     cdef object execute(self, Plan plan):
         self.load(plan)
+        plan.announce()
         if self.num_tokens == 0 or self.token_bytes == 0:
             plan.last = True
         else:
@@ -394,6 +397,7 @@ cdef class AppendSpec(PagedSpec):
 
     cdef object check_values(self, Plan plan):
         self.load(plan)
+        plan.announce()
 
     def workspace_size(self, Plan plan):
         return 8 * (self.num_tokens + 2 * self.batch + 1)

@@ -13,12 +13,15 @@ cdef class Spec:
     cdef public object value_quirks    # called with the plan once its values are checked, or None
     # (place, place before, slot there) -> text of a warning, where repeated slots are warned of
     cdef public object repeat_text
+    cdef tuple noted                   # indices of the arrays whose numbers value_quirks reads
+    cdef bint prepares                 # a run needs prepare() whatever its size
+    cdef int64_t most                  # bytes by which a run chooses its threads, at the most
     cdef unsigned int output_mask
     cdef set disjoint                  # (i, j, distance) proven to share no byte
 
+    cdef int prepare(self, Plan plan) except -1
     cdef object execute(self, Plan plan)
     cdef object check_values(self, Plan plan)
-    cdef int warn_of_values(self, Plan plan) except -1
     cdef int add_extent(self, Plan plan, list side, int i) except -1
 
 cdef class Plan:
@@ -31,9 +34,14 @@ cdef class Plan:
     cdef list keep
     cdef View views[MAX_ARRAYS]
     cdef int num_threads               # 0: automatic
+    cdef int most_threads              # what a run may use; 0: not asked yet
     cdef int state                     # IDLE, BUSY or LENT
     cdef unsigned long runner          # the thread that a run is in
-    cdef bint unproven                 # foreign code ran since the views were read
+    cdef bint opaque                   # an array says by its own code only what it is
+    cdef bint asks                     # the same, or of which unchanged() cannot see everything
+    cdef bint unproven                 # Python code may have run since the views were read
+    cdef dict numbers                  # private copies of the arrays in spec.noted
+    cdef object result                 # what a run returns, made before the last look
     cdef int64_t* scratch              # private copies of index arrays
     cdef int64_t scratch_size
     cdef int order                     # of the last slots: DISTINCT, REPEATED or 0, not known
@@ -45,21 +53,27 @@ cdef class Plan:
     cdef readonly object extra         # where the operator puts what a call asked for besides
 
     cdef int64_t* reserve(self, int64_t count) except NULL
-    cdef int verify(self) except -1
+    cdef int settle_threads(self) except -1
+    cdef int threads_for(self, int64_t nbytes) noexcept
+    cdef int prepare(self) except -1
+    cdef int verify(self, bint everything) except -1
+    cdef int announce(self) except -1
     cdef object changed(self, int i)
     cdef int enter(self) except -1
+    cdef object at_once(self)
     cdef object borrow(self, bint execute)
-    cdef int threads_for(self, int64_t nbytes) except -1
 
 cdef class Operator:
     cdef readonly str name
     cdef readonly tuple arguments
     cdef object resolver
-    cdef dict specs
+    cdef dict specs                    # (params, soc) -> signature of the arrays -> Spec
+    cdef int n_specs
     cdef int n_arrays
 
     cdef Plan make(
         self, tuple arrays, tuple params, object soc, object backend, object num_threads,
         object extra
     )
+    cdef Spec resolve(self, Plan plan, object soc, object rules, bytes signature)
     cdef int keep_apart(self, Plan plan, Spec spec) except -1

@@ -7,6 +7,25 @@ for a Spec: every rule about shapes, dtypes, strides and modes is checked and wo
 Later calls with the same signature find the Spec in a dict, so that they pay for pointers and
 values only.  What depends on addresses (shared bytes) is tested at each call here; what depends
 on contents is tested by Spec.execute at each run.
+
+A kernel takes addresses, and any Python code that runs between the look at the arrays and the
+kernel may free what lies there: a warning's hook, the hash of a parameter, an array's own
+attributes, a finalizer that the collector calls because an object was made.  The rule for
+everything in this folder is therefore:
+
+    Between the last look at the arrays and the end of the kernel no Python code runs, and no
+    Python object is made that the collector knows.
+
+So whatever needs Python comes first: a call prepares its objects and numbers (Plan.prepare), then
+looks (Operator.make, Plan.verify), then loads and checks the index arrays and moves the bytes
+(Spec.execute), in C.  What must be said of the values in between, a warning about them or stats=,
+is said by Plan.announce and Spec code that look again afterwards (Plan.verify(False)).  Loaded
+index values are private copies, so that code cannot steer the kernel either.  A call whose arrays
+are all plain needs no second look, because nothing but C ran since the first; ``Plan.unproven``
+says where that is not so.
+
+Two things are the caller's to keep: no other thread may free an array during a call, and an object
+that describes memory of its own (__array_interface__) must keep what it described.
 """
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
@@ -21,10 +40,21 @@ import numpy
 
 from kvcore import isa as _isa, soc as _soc, threads as _threads
 from kvcore._core import overlap, portability, settings
-from kvcore._core.arrays cimport CHANGED, FOREIGN, ON_DEVICE, View, compare, info_of, read_view
+from kvcore._core.arrays cimport (
+    ON_DEVICE,
+    OPAQUE,
+    PLAIN,
+    View,
+    ask,
+    check_tensor,
+    data_of,
+    info_of,
+    read_view,
+    unchanged,
+)
 from kvcore._core.spans cimport one_range
 from kvcore._kernels.parallel cimport parallel_threshold
-from kvcore._kernels.scan cimport REPEATED
+from kvcore._kernels.scan cimport REPEATED, load_indices
 from kvcore.errors import BackendUnavailableError, ParamInvalidError, StreamError
 
 cdef extern from "unistd.h":
@@ -41,13 +71,13 @@ cdef enum:  # Plan.state
     BUSY
     LENT    # the backend is running: it may call the plan's own methods
 
-cdef object NDARRAY = numpy.ndarray
+cdef object EMPTY = numpy.empty
+cdef object INT64 = numpy.dtype(numpy.int64)
 cdef object ACCESS = overlap.Access
 cdef object SOC_VAR = _soc.CURRENT
 cdef object BACKEND_VAR = settings.BACKEND
 cdef int usable_cores = _threads.usable_cores()
 cdef int64_t MAX_SCRATCH = <int64_t>1 << 59
-cdef bint making = False  # true inside Operator.make, the only maker of plans
 
 
 cdef bint has_environment() noexcept:
@@ -75,8 +105,16 @@ cdef inline object context_value(object var):
 cdef extern from *:
     """
     static inline void kv_release(PyObject *o) { Py_DECREF(o); }
+    static PyObject *kv_no_new(PyTypeObject *kind, PyObject *arguments, PyObject *keywords)
+    {
+        (void)kind, (void)arguments, (void)keywords;
+        PyErr_SetString(PyExc_TypeError, "a Plan is made by the plan_* functions");
+        return NULL;
+    }
+    static void kv_refuse_new(PyObject *kind) { ((PyTypeObject *)kind)->tp_new = kv_no_new; }
     """
     void release "kv_release"(PyObject* o)
+    void refuse_new "kv_refuse_new"(object kind)
 
 
 cdef object named(Plan plan, list side):
@@ -108,25 +146,22 @@ cdef class Spec:
         for i in outputs:
             self.output_mask |= 1u << i
         self.disjoint = set()
+        self.noted = ()
+
+    cdef int prepare(self, Plan plan) except -1:
+        """Make what a run needs of Python objects; any Python code may run here."""
+        return 0
 
     cdef object execute(self, Plan plan):
+        """Load and check the contents, announce(), move the bytes.
+
+        Called right after a look at the arrays: see the top of this module for what may not run.
+        """
         raise NotImplementedError
 
     cdef object check_values(self, Plan plan):
-        """Read and check the contents without moving a byte."""
+        """Load and check the contents and announce() without moving a byte."""
         raise NotImplementedError
-
-    cdef int warn_of_values(self, Plan plan) except -1:
-        """What a load ends with: the contents are checked, and may be fine here but not there."""
-        if plan.order == REPEATED and self.repeat_text is not None:
-            portability.warn(
-                self.repeat_text(
-                    plan.repeat_at, plan.repeat_before, plan.scratch[plan.repeat_at]
-                )
-            )
-        if self.value_quirks is not None:
-            self.value_quirks(plan)
-        return 0
 
     cdef int add_extent(self, Plan plan, list side, int i) except -1:
         """Add the whole of argument i to what accesses() returns; nothing when i is below 0."""
@@ -161,10 +196,6 @@ cdef class Plan:
     called from any thread, one run at a time.
     """
 
-    def __cinit__(self):
-        if not making:
-            raise TypeError("a Plan is made by the plan_* functions")
-
     def __dealloc__(self):
         free(self.scratch)
 
@@ -193,33 +224,87 @@ cdef class Plan:
             self.scratch_size = count
         return self.scratch
 
-    cdef int threads_for(self, int64_t nbytes) except -1:
-        # num_threads is what the call may use at most.
-        if nbytes < parallel_threshold():
-            return 1
-        if self.num_threads > 0:
-            return self.num_threads
-        if nbytes < AUTOMATIC_BYTES:  # where the border was moved
-            return 1
-        count = _threads.default_threads()
-        return count if count > 0 else usable_cores
-
-    cdef int verify(self) except -1:
-        """Raise unless every array is what was planned."""
-        cdef int i, found, seen = 0
-        for i in range(self.operator.n_arrays):
-            found = compare(self.arrays[i], self.operator.arguments[i], &self.views[i])
-            if found & CHANGED:
-                raise self.changed(i)
-            seen |= found
-        if seen & FOREIGN:
-            # An array's own code ran: look again at those that have none.
-            for i in range(self.operator.n_arrays):
-                if type(self.arrays[i]) is NDARRAY and compare(
-                    self.arrays[i], self.operator.arguments[i], &self.views[i]
-                ) & CHANGED:
-                    raise self.changed(i)
+    cdef int settle_threads(self) except -1:
+        """How many threads a run may use: Python code, so before the last look."""
+        count = self.num_threads
+        if count <= 0:
+            count = _threads.default_threads()
+        self.most_threads = count if count > 0 else usable_cores
         return 0
+
+    cdef int threads_for(self, int64_t nbytes) noexcept:
+        # num_threads is what the call may use at most.
+        if nbytes < parallel_threshold() or self.most_threads < 1:
+            return 1
+        if self.num_threads <= 0 and nbytes < AUTOMATIC_BYTES:  # where the border was moved
+            return 1
+        return self.most_threads
+
+    cdef int prepare(self) except -1:
+        """Make and find out what a run needs of Python, where it does; before the last look."""
+        cdef int axis
+        if self.spec.most >= parallel_threshold():
+            self.settle_threads()
+        if not self.spec.prepares:
+            return 0
+        self.numbers = {}
+        for i in self.spec.noted:
+            count = 1
+            for axis in range(self.views[<int>i].rank):
+                count *= self.views[<int>i].shape[axis]
+            self.numbers[i] = EMPTY(count, INT64)
+        self.spec.prepare(self)
+        return 0
+
+    cdef int verify(self, bint everything) except -1:
+        """Raise unless every array is what was planned: the last look.
+
+        everything: also what matters for the meaning of the bytes only, not for their place.
+        """
+        cdef int i
+        if self.asks if everything else self.opaque:
+            for i in range(self.operator.n_arrays):
+                if everything or self.views[i].way == OPAQUE:
+                    if not ask(self.arrays[i], self.operator.arguments[i], &self.views[i]):
+                        raise self.changed(i)
+        for i in range(self.operator.n_arrays):
+            if not unchanged(&self.views[i]):
+                raise self.changed(i)
+        return 0
+
+    cdef int announce(self) except -1:
+        """Say what there is to say of values that were just checked, and look again."""
+        cdef int state = self.state
+        cdef bint repeats = self.order == REPEATED and self.spec.repeat_text is not None
+        if self.spec.value_quirks is None and not repeats:
+            return 0
+        for i in self.spec.noted:
+            load_all(&self.views[<int>i], <int64_t*>data_of(self.numbers[i]))
+        self.state = BUSY
+        try:
+            if repeats:
+                portability.warn(
+                    self.spec.repeat_text(
+                        self.repeat_at, self.repeat_before, self.scratch[self.repeat_at]
+                    )
+                )
+            if self.spec.value_quirks is not None:
+                self.spec.value_quirks(self)
+        finally:
+            self.state = state
+            self.numbers = None
+        self.verify(False)
+        return 0
+
+    def values(self, str argument):
+        """int64 [n], in C order: the private copy of an index array whose values were checked.
+
+        For Spec.value_quirks while it runs, and for what its ``arguments`` name.
+        """
+        i = self.operator.arguments.index(argument)
+        if self.numbers is None or i not in self.numbers:
+            raise ValueError(f"{argument}: expected an argument that value_quirks names, and then")
+        return self.numbers[i]
 
     cdef object changed(self, int i):
         """The error for an array that is no longer what was planned."""
@@ -256,10 +341,13 @@ cdef class Plan:
             )
         self.state = BUSY
         try:
-            self.verify()
             self.last = None
             if self.backend is None:
+                if self.spec.prepares or self.spec.most >= parallel_threshold():
+                    self.prepare()
+                self.verify(True)
                 return self.spec.execute(self)
+            self.verify(True)
             self.runner = PyThread_get_thread_ident()
             self.state = LENT
             return self.prepared()
@@ -267,9 +355,22 @@ cdef class Plan:
             self.state = IDLE
 
     def run_at_once(self):
-        """run() by who has just made the plan: no array can have changed since."""
-        if self.unproven or self.backend is not None:
+        """run() for the maker of the plan: only what Python code can have changed is looked at."""
+        if self.enter():
+            raise StreamError(
+                f"{self.operator.name}: expected a backend to call run_on_cpu(), got run_at_once()"
+            )
+        self.unproven = True
+        return self.at_once()
+
+    cdef object at_once(self):
+        if self.backend is not None:
             return self.run()
+        if self.spec.prepares or self.spec.most >= parallel_threshold():
+            self.prepare()
+            self.unproven = True
+        if self.unproven:
+            self.verify(False)
         return self.spec.execute(self)
 
     def check_values(self):
@@ -297,12 +398,16 @@ cdef class Plan:
                     )
         self.state = BUSY
         try:
-            if state == IDLE:
-                self.verify()
+            check = None
+            if not execute and state == IDLE:
+                check = getattr(self.prepared, "check_values", None)
+            if self.spec.prepares or self.spec.most >= parallel_threshold():
+                self.prepare()
             self.last = None
+            # A run that lent the plan has verified the arrays; the backend's own code ran since.
+            self.verify(state == IDLE)
             if execute:
                 return self.spec.execute(self)
-            check = getattr(self.prepared, "check_values", None) if state == IDLE else None
             if check is None:
                 self.spec.check_values(self)
             else:
@@ -384,34 +489,19 @@ cdef class Operator:
         self, tuple arrays, tuple params, object soc, object backend, object num_threads,
         object extra
     ):
-        global making
-        making = True
         cdef Plan plan = Plan.__new__(Plan)
-        making = False
         cdef char packed[MAX_ARRAYS * (HEAD_BYTES + 128)]
         cdef int64_t used = 0
         cdef int i, axes
         cdef bint on_device = False, outside = False
         cdef bint environment = has_environment()
+        cdef bytes signature
         cdef Spec spec
         plan.operator = self
         plan.arrays = arrays
         plan.params = params
         plan.extra = extra
         plan.keep = []
-        for i in range(self.n_arrays):
-            if read_view(arrays[i], self.arguments[i], &plan.views[i], plan.keep):
-                plan.unproven = True
-            memcpy(packed + used, &plan.views[i].rank, HEAD_BYTES)
-            used += HEAD_BYTES
-            if plan.views[i].rank > 0:
-                axes = plan.views[i].rank * 8
-                memcpy(packed + used, plan.views[i].shape, axes)
-                memcpy(packed + used + axes, plan.views[i].strides, axes)
-                used += 2 * axes
-                on_device |= plan.views[i].flags & ON_DEVICE
-            # The signature does not hold the name of a dtype outside the table.
-            outside |= plan.views[i].dtype < 0 and plan.views[i].rank >= 0
         if environment:
             _isa.require()
         if soc is not None:
@@ -424,19 +514,38 @@ cdef class Operator:
             plan.num_threads = _threads.check(num_threads)
         elif environment:
             plan.num_threads = _threads.default_threads()
-        signature = (PyBytes_FromStringAndSize(packed, used), params, soc)
+        rules = (params, soc)
         try:
-            found = None if outside else self.specs.get(signature)
+            known = self.specs.get(rules)
+        except MemoryError:
+            raise
         except Exception:  # a parameter without a hash: the resolver words the error
-            found, signature = None, None
+            known = rules = None
+        for i in range(self.n_arrays):
+            check_tensor(arrays[i], self.arguments[i])
+        # From here on the arrays are known: see the top of this module.
+        for i in range(self.n_arrays):
+            if read_view(arrays[i], self.arguments[i], &plan.views[i], plan.keep):
+                plan.unproven = True
+            memcpy(packed + used, &plan.views[i].rank, HEAD_BYTES)
+            used += HEAD_BYTES
+            if plan.views[i].way > PLAIN or plan.views[i].way == OPAQUE:
+                plan.asks = True
+                plan.opaque |= plan.views[i].way == OPAQUE
+            if plan.views[i].rank > 0:
+                axes = plan.views[i].rank * 8
+                memcpy(packed + used, plan.views[i].shape, axes)
+                memcpy(packed + used + axes, plan.views[i].strides, axes)
+                used += 2 * axes
+                on_device |= plan.views[i].flags & ON_DEVICE
+            # The signature does not hold the name of a dtype outside the table.
+            outside |= plan.views[i].dtype < 0 and plan.views[i].rank >= 0
+        signature = PyBytes_FromStringAndSize(packed, used)
+        found = None if outside or known is None else (<dict>known).get(signature)
         if found is None:
-            plan.unproven = True
-            found = self.resolver(plan.infos(), params, soc)
-            if signature is not None and not outside:
-                if len(self.specs) >= MAX_SPECS:
-                    self.specs.clear()
-                self.specs[signature] = found
-        spec = <Spec?>found
+            spec = self.resolve(plan, soc, rules, None if outside else signature)
+        else:
+            spec = <Spec>found
         plan.spec = spec
         self.keep_apart(plan, spec)
         if spec.warnings:
@@ -444,13 +553,32 @@ cdef class Operator:
             for text in spec.warnings:
                 portability.warn(text)
         if on_device or environment or backend is not None or settings.active:
+            plan.unproven = True
             plan.backend, plan.prepared = settings.choose(plan, backend, on_device)
         return plan
+
+    cdef Spec resolve(self, Plan plan, object soc, object rules, bytes signature):
+        """Have the rules checked; the Spec is remembered unless there is nothing to know it by."""
+        cdef Spec spec
+        plan.unproven = True
+        spec = <Spec?>self.resolver(plan.infos(), plan.params, soc)
+        if spec.value_quirks is not None:
+            names = getattr(spec.value_quirks, "arguments", ())
+            spec.noted = tuple([self.arguments.index(name) for name in names])
+            spec.prepares = True
+        if rules is not None and signature is not None:
+            if self.n_specs >= MAX_SPECS:
+                self.specs.clear()
+                self.n_specs = 0
+            self.specs.setdefault(rules, {})[signature] = spec
+            self.n_specs += 1
+        return spec
 
     cdef int keep_apart(self, Plan plan, Spec spec) except -1:
         # No output may share a byte with another argument. Bounds first; where they meet, the
         # answer depends on the distance alone and is remembered.
         cdef int i, j
+        cdef int64_t[2] where
         cdef View* a
         cdef View* b
         for i in range(self.n_arrays):
@@ -467,7 +595,9 @@ cdef class Operator:
                     continue
                 if (spec.output_mask >> j) & 1 and j < i:
                     continue
-                meeting = (i, j, <int64_t>(b.data - a.data))
+                where[0] = i * MAX_ARRAYS + j
+                where[1] = b.data - a.data
+                meeting = PyBytes_FromStringAndSize(<char*>where, sizeof(where))
                 if meeting not in spec.disjoint:
                     plan.unproven = True
                     overlap.check_apart(plan.infos(), i, j)
@@ -487,8 +617,38 @@ cdef class Operator:
     ):
         """plan(...).run()"""
         cdef Plan plan = self.make(arrays, params, soc, backend, num_threads, extra)
-        return plan.run_at_once()
+        return plan.at_once()
 
     def spec_for(self, tuple infos, tuple params, soc=None):
         """Resolve ready-made infos (arrays or stand-ins with name, shape, strides, dtype)."""
         return self.resolver(infos, params, soc)
+
+
+cdef void load_all(const View* view, int64_t* out) noexcept:
+    """The numbers of an index array of any axes, as int64 in C order."""
+    cdef int64_t[8] at
+    cdef int64_t n = 1, rows = 1, row
+    cdef int axis, last = view.rank - 1
+    cdef const char* src = view.data
+    if last >= 0:
+        n = view.shape[last]
+    for axis in range(last):
+        rows *= view.shape[axis]
+        at[axis] = 0
+    if n == 0:
+        return
+    for row in range(rows):
+        load_indices(src, view.strides[last] if last >= 0 else 0, view.itemsize, n, out + row * n)
+        axis = last - 1
+        while axis >= 0:
+            at[axis] += 1
+            src += view.strides[axis]
+            if at[axis] < view.shape[axis]:
+                break
+            src -= view.shape[axis] * view.strides[axis]
+            at[axis] = 0
+            axis -= 1
+
+
+# Operator.make calls what Cython made of Plan.__new__; everybody else is refused.
+refuse_new(Plan)

@@ -147,7 +147,7 @@ cdef class NdSpec(PagedSpec):
                 axis -= 1
         if bad_token >= 0:
             raise self.words(bad_token, bad_axis, seen)
-        return self.warn_of_values(plan)
+        return 0
 
     cdef void aim(self, Plan plan, kv_lane* lane) noexcept:
         cdef View* tok = &plan.views[self.lanes[0].tok_arg]
@@ -165,6 +165,7 @@ cdef class NdSpec(PagedSpec):
         if not self.general or self.num_tokens == 0 or self.token_bytes == 0:
             return PagedSpec.execute(self, plan)
         self.load(plan)
+        plan.announce()
         self.aim(plan, &lane)
         plan.last = True
         if self.total_bytes < KEEP_GIL_BYTES:

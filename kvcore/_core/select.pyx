@@ -5,12 +5,14 @@ What a run plans lies in the plan's scratch memory and stays there, so that touc
 afterwards which rows were read and written.
 """
 
-from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint64_t
+from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 import numpy
 
 from kvcore._core import selected
+from kvcore._core.arrays cimport data_of
 from kvcore._core.plan cimport Plan, Spec
 from kvcore._core.spans cimport Spans, spans_for
 from kvcore._kernels.blocks cimport block_lane, blocks_job, paged_side, run_blocks
@@ -113,6 +115,7 @@ cdef class SelectSpec(Spec):
                 self.arrays[i].itemsize = itemsize
             else:
                 self.length_steps[i - 4] = stride
+        self.prepares = True  # for what a run returns
         self.n_lanes = len(lanes)
         self.token_bytes = 0
         for i, lane in enumerate(lanes):
@@ -120,6 +123,8 @@ cdef class SelectSpec(Spec):
             self.lane_args[i][0] = lane.here_arg
             self.lane_args[i][1] = lane.full_arg
             fill_lane(&self.lanes[i], lane, self.page, self.full_page)
+        each = max(self.block * int(self.token_bytes), PLAN_BYTES)
+        self.most = min(self.n_rows * int(self.topk) * each, INT64_MAX)
 
     cdef void share_out(self, select_job* job, int threads) noexcept:
         """Into how many chunks of rows; each has working memory of its own."""
@@ -265,7 +270,8 @@ cdef class SelectSpec(Spec):
         """Entries in use name a selection block each."""
         cdef int64_t i, used = 0, repeated = -1
         cdef int64_t n = self.n_rows * job.columns, passes = 1 + self.blocks // (8 * APART_BYTES)
-        cdef int64_t[::1] view
+        cdef int64_t size
+        cdef int64_t* table
         for i in range(n):
             used += used_at(job, i) >= 0
         if used < 2:
@@ -281,9 +287,11 @@ cdef class SelectSpec(Spec):
             size = 16
             while size < 2 * used:
                 size *= 2
-            table = numpy.empty(size, numpy.int64)
-            view = table
-            repeated = first_repeat_in_table(job, n, &view[0], size)
+            table = <int64_t*>malloc(<size_t>size * 8)
+            if table == NULL:
+                raise MemoryError(f"gather_selection_kv_cache: {size} numbers do not fit memory")
+            repeated = first_repeat_in_table(job, n, table, size)
+            free(table)
         if repeated < 0:
             return 0
         raise self.shared_entry(job, repeated)
@@ -297,38 +305,41 @@ cdef class SelectSpec(Spec):
                 break
         return self.words("shared", repeated // job.columns, 0, entry, first // job.columns)
 
+    cdef int prepare(self, Plan plan) except -1:
+        plan.result = numpy.zeros(self.table_rows, numpy.int32)
+        return 0
+
     cdef object execute(self, Plan plan):
         cdef select_job job
         cdef blocks_job move
         cdef block_lane lanes[2]
-        cdef int64_t r, i, tokens = 0
-        cdef int used = 0
-        cdef int threads
-        cdef int32_t[::1] lengths
-        returned = numpy.zeros(self.table_rows, numpy.int32)
-        if self.n_rows:
-            self.check(plan, &job)
-            for i in range(self.n_lanes):
-                lanes[used] = self.lanes[i]
-                attach(plan, &lanes[used].here, self.lane_args[i][0])
-                attach(plan, &lanes[used].full, self.lane_args[i][1])
-                used += 1
-            lengths = returned
-            for r in range(self.n_rows):
-                tokens += copied_tokens(&job, r)
-                lengths[r] = <int32_t>job.rows[r].length
-            move.plan = &job
-            move.lanes = lanes
-            move.n_lanes = used
-            move.streaming = tokens * self.token_bytes >= streaming_threshold()
-            threads = plan.threads_for(tokens * self.token_bytes)
-            with nogil:
-                run_blocks(&move, threads)
-        else:
-            self.check_lengths(plan)
-        plan.last = True
+        cdef int64_t r, tokens = 0
+        cdef int i, threads
+        cdef int32_t* lengths
+        returned, plan.result = plan.result, None
+        self.check_all(plan, &job)
         if plan.extra is not None:
+            # Worked out and handed over before a byte moves, for either may fail.
             plan.extra.update(self.stats(plan))
+            plan.verify(False)
+        plan.last = True
+        if self.n_rows == 0:
+            return returned
+        for i in range(self.n_lanes):
+            lanes[i] = self.lanes[i]
+            attach(plan, &lanes[i].here, self.lane_args[i][0])
+            attach(plan, &lanes[i].full, self.lane_args[i][1])
+        lengths = <int32_t*>data_of(returned)
+        for r in range(self.n_rows):
+            tokens += copied_tokens(&job, r)
+            lengths[r] = <int32_t>job.rows[r].length
+        move.plan = &job
+        move.lanes = lanes
+        move.n_lanes = self.n_lanes
+        move.streaming = tokens * self.token_bytes >= streaming_threshold()
+        threads = plan.threads_for(tokens * self.token_bytes)
+        with nogil:
+            run_blocks(&move, threads)
         return returned
 
     cdef int check_lengths(self, Plan plan) except -1:
@@ -338,12 +349,16 @@ cdef class SelectSpec(Spec):
                      plan.views[self.args[5]].itemsize, self.batch, q)
         return self.read_query_lengths(q)
 
-    cdef object check_values(self, Plan plan):
-        cdef select_job job
+    cdef int check_all(self, Plan plan, select_job* job) except -1:
         if self.n_rows:
-            self.check(plan, &job)
+            self.check(plan, job)
         else:
             self.check_lengths(plan)
+        return plan.announce()
+
+    cdef object check_values(self, Plan plan):
+        cdef select_job job
+        self.check_all(plan, &job)
 
     def stats(self, Plan plan):
         """The stats dict of the last run: per-row int64 arrays."""
@@ -374,6 +389,7 @@ cdef class SelectSpec(Spec):
         if not self.n_rows:
             return 8 * self.batch
         job.wide = self.blocks > INT32_MAX or self.full_blocks > INT32_MAX
+        plan.settle_threads()
         self.share_out(&job, plan.threads_for(self.n_rows * self.topk * PLAN_BYTES))
         return 8 * HEADER_WORDS + self.lay_out(&job, NULL)
 

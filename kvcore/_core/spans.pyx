@@ -12,7 +12,7 @@ from libc.string cimport memset
 
 import numpy
 
-from kvcore._core.arrays cimport int64_data
+from kvcore._core.arrays cimport data_of
 
 cdef enum:
     INSERTION = 32        # so few are sorted by insertion
@@ -47,7 +47,7 @@ cdef class Spans:
             self.ascending = True
         found = EMPTY((self.n, 2), INT64)
         if self.n:
-            out = int64_data(found)
+            out = <int64_t*>data_of(found)
             for i in range(self.n):
                 out[2 * i] = self.data[i].start
                 out[2 * i + 1] = self.data[i].end
@@ -130,7 +130,7 @@ cdef object one_range(int64_t start, int64_t end):
     """int64 [1, 2]."""
     cdef int64_t* out
     found = EMPTY((1, 2), INT64)
-    out = int64_data(found)
+    out = <int64_t*>data_of(found)
     out[0] = start
     out[1] = end
     return found

@@ -77,6 +77,7 @@ cdef class WindowsSpec(Spec):
         self.batch = batch
         self.num_heads = num_heads
         self.num_tokens = num_tokens
+        self.most = min(num_tokens * int(self.token_bytes), INT64_MAX)
         self.longest = longest
         self.num_slots = num_slots
         self.kind = kind
@@ -172,7 +173,7 @@ cdef class WindowsSpec(Spec):
             raise self.words("rows", -1, totals.rows, self.num_slots)
         if self.repeat_text is not None:
             self.look_for_repeats(plan)
-        return self.warn_of_values(plan)
+        return 0
 
     cdef int look_for_repeats(self, Plan plan) except -1:
         cdef windows_job job
@@ -200,6 +201,7 @@ cdef class WindowsSpec(Spec):
             plan.last = True
             return None
         self.load(plan, &totals)
+        plan.announce()
         memset(&job, 0, sizeof(windows_job))
         self.point(plan, &job)
         pairs = plan.scratch + 3 * self.batch * self.num_heads + 2 * self.batch
@@ -223,6 +225,7 @@ cdef class WindowsSpec(Spec):
         cdef totals_t totals
         if not self.empty():
             self.load(plan, &totals)
+            plan.announce()
 
     cdef int64_t scratch_numbers(self) noexcept:
         # What no memory holds is for Plan.reserve to refuse, so it must not wrap here.

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore._core import adopt
 from kvcore._core.arrays import ArrayInfo
 from kvcore._core.lanes import NZ_BYTES
 from kvcore._core.plan import Spec
@@ -250,12 +249,6 @@ def value_quirks(case: Any, soc: SoC) -> Callable[[Any], None] | None:
     return _Windows(soc.name, case)
 
 
-def _values(plan: Any, argument: str) -> NDArray[np.int64]:
-    i = plan.operator.arguments.index(argument)
-    raw = adopt.as_raw(plan.arrays[i], argument)
-    return np.array(raw.view(f"i{raw.itemsize}"), np.int64).reshape(-1)
-
-
 class _RepeatText:
     """The text for a place of slot_mapping whose slots are written from a place before it too.
 
@@ -280,12 +273,15 @@ class _RepeatText:
 class _NegativeSlots:
     """Scenario 7: one row a slot."""
 
+    #: The arrays whose values are read, for Plan.values.
+    arguments: tuple[str, ...] = ("slot_mapping",)
+
     def __init__(self, soc: str, number: int) -> None:
         self.soc = soc
         self.number = number
 
     def __call__(self, plan: Any) -> None:
-        slots = _values(plan, "slot_mapping")
+        slots = plan.values("slot_mapping")
         self.warn_of(slots, np.ones(slots.size, np.int64))
 
     def warn_of(self, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
@@ -314,27 +310,30 @@ class _Windows(_NegativeSlots):
         self.heads = case.heads
         self.blocks = case.blocks
         self.block_size = case.block_size
+        self.arguments = ("slot_mapping", "compress_lens", "seq_lens")
+        if self.rule in _MEANS_OR_DROPS:
+            self.arguments += ("compress_seq_offset",)
 
     def __call__(self, plan: Any) -> None:
-        windows = _values(plan, "compress_lens")
+        windows = plan.values("compress_lens")
         rows = windows
         if self.rule == "Alibi":
             self.warn_of_sum(plan, windows)
         if self.rule in _MEANS_OR_DROPS:
-            starts = _values(plan, "compress_seq_offset")
+            starts = plan.values("compress_seq_offset")
             if self.soc == "950":
                 self.warn_of_windows(windows, starts)
-            tokens = np.repeat(_values(plan, "seq_lens"), self.heads)
+            tokens = np.repeat(plan.values("seq_lens"), self.heads)
             kept = tokens - windows + ((windows > 0) if self.rule == "Rope" else 0)
             rows = np.where(starts == -1, tokens, kept)
         # On the 950 the tiling refuses 4 and 5 before a slot counts.
         if self.soc != "950" or self.number == 3:
-            self.warn_of(_values(plan, "slot_mapping"), rows)
+            self.warn_of(plan.values("slot_mapping"), rows)
 
     def warn_of_sum(self, plan: Any, windows: NDArray[np.int64]) -> None:
         """Warn of a call that breaks the document's bound on rows, which is Omni's, alone."""
-        tokens = np.repeat(_values(plan, "seq_lens"), self.heads)
-        left = (tokens - windows)[_values(plan, "slot_mapping") >= 0]
+        tokens = np.repeat(plan.values("seq_lens"), self.heads)
+        left = (tokens - windows)[plan.values("slot_mapping") >= 0]
         total = int(left.sum())
         if total > self.blocks * self.block_size:
             warn(
