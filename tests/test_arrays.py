@@ -494,6 +494,8 @@ def test_dlpack_read_only_flag() -> None:
         {"data": 0, "byte_offset": 64},
         {"data": 2**64 - 64},
         {"byte_offset": 2**63},
+        {"byte_offset": 2**64 - 2},  # address and offset add up past 64 bits, to two bytes before
+        {"byte_offset": 2**64 - 2, "shape": (2, 0, 8)},
         {"strides": (2**62, 8, 1)},
         {"strides": (-(2**63), 8, 1)},
         {"strides": (2**63 - 1, 2**63 - 1, 2**63 - 1)},
@@ -505,6 +507,62 @@ def test_broken_dlpack(changed: dict[str, Any], versioned: bool) -> None:
     refused("key", key=producer)
     gc.collect()
     assert producer.released == producer.exported == 1 or producer.exported == 2
+
+
+def test_a_dlpack_offset_that_wraps_is_refused_and_one_that_does_not_is_right() -> None:
+    base = np.zeros(2 * 4 * 2 * 8 + 2, np.uint16)
+    for back in (2, 2**63, base.ctypes.data):
+        offset = 2**64 - back
+        for versioned in (False, True):
+            producer = dl.Producer(
+                base, shape=(2, 4, 2, 8), versioned=versioned, byte_offset=offset
+            )
+            refused("key_cache: .*byte offset|address space", key_cache=producer)
+    assert not base.any()
+    kvcore.scatter_pa_kv_cache(
+        tokens(), dl.Producer(base, shape=(2, 4, 2, 8), byte_offset=2), SLOTS
+    )
+    check_written(base[1:-1].reshape(2, 4, 2, 8), tokens())
+    assert base[0] == base[-1] == 0
+
+
+class DeviceArray:
+    """What ``__kvcore_device_array__`` may give, one field at a time wrong."""
+
+    def __init__(self, **changed: Any) -> None:
+        self.address, self.shape, self.strides = 4096, (2, 2, 8), (32, 16, 2)
+        self.dtype, self.itemsize, self.read_only = "float16", 2, False
+        self.__dict__.update(changed)
+
+    @property
+    def __kvcore_device_array__(self) -> Any:
+        return self
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"address": "here"},
+        {"address": 2**64},
+        {"address": -4096},
+        {"shape": 7},
+        {"shape": (2, "2", 8)},
+        {"shape": (2, 2**64, 8)},
+        {"shape": (2, -1, 8)},
+        {"strides": (32, 16)},
+        {"strides": (2**64, 16, 2)},
+        {"strides": None},
+        {"itemsize": 2**40},
+        {"itemsize": -1},
+        {"itemsize": 2.0},
+        {"dtype": []},
+    ],
+    ids=repr,
+)
+def test_broken_device_arrays(changed: dict[str, Any]) -> None:
+    assert arrays.read(DeviceArray(), "key").on_device
+    with pytest.raises(kvcore.ParamInvalidError, match=r"^key: expected"):
+        arrays.read(DeviceArray(**changed), "key")
 
 
 def test_dlpack_of_another_major_version() -> None:

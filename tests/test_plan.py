@@ -603,6 +603,21 @@ def test_a_plan_is_made_by_its_function_only() -> None:
             attempt()
 
 
+def test_what_a_plan_shows_is_not_copied_without_its_insides() -> None:
+    plan = kvcore.plan_scatter_pa_kv_cache(**scatter())
+    plan.run()
+    whole = oracle.run("scatter_pa_kv_cache", scatter()).outputs["key_cache"]
+    for inner in (plan.spec, plan.operator, plan.infos()[0]):
+        for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=type(inner).__name__):
+                attempt(inner)
+        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+            with pytest.raises(TypeError, match=type(inner).__name__):
+                inner.__reduce_ex__(protocol)
+    plan.run()
+    np.testing.assert_array_equal(plan.arrays[1], whole)
+
+
 def test_a_plan_shows_its_shapes() -> None:
     text = repr(kvcore.plan_scatter_pa_kv_cache(**scatter(value=None, value_cache=None)))
     assert text == (

@@ -364,7 +364,9 @@ def gather_selection_kv_cache(
     selection_topk_block_size: tokens of one id; divides sbs and fbs.
     q_lens_cumulative:  full_q_actual_seq holds running totals.
     stats:              a dict to fill with int64 arrays [rows]: tokens reused, moved, refreshed
-                        and read, blocks swapped, bytes_read and bytes_moved.
+                        and read, blocks swapped, bytes_read and bytes_moved. Filled once the
+                        values are checked, before a byte moves; what fails there leaves every
+                        array as it was.
     dtype:              name of the type of raw unsigned arrays.
     soc:                "A2" or "A3": apply that hardware's documented limits too.
     num_threads:        threads to use at most; None for one per core. Small work stays on the
