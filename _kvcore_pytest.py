@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -153,6 +154,39 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
         return (yield)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[Any]:
+    """Show an error of kvcore at the test's own line, without the package's frames above it.
+
+    ``--full-trace`` shows them.
+    """
+    if call.excinfo is not None:
+        _hide_frames()
+    return (yield)
+
+
+def _hide_frames() -> None:
+    # pytest looks for this name in a frame's globals, for the error itself and for its causes.
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "kvcore" and isinstance(module, types.ModuleType):
+            vars(module).setdefault("__tracebackhide__", _is_told)
+
+
+def _is_told(excinfo: pytest.ExceptionInfo[BaseException]) -> bool:
+    """Whether the package's frames say nothing: the error is one of its own, or a caller's.
+
+    What else is raised within the package is a fault of the package, whose frames matter then.
+    """
+    error = sys.modules.get("kvcore.errors")
+    if error is not None and isinstance(excinfo.value, error.KVCoreError):
+        return True
+    last = excinfo.tb
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    found = "" if last is None else str(last.tb_frame.f_globals.get("__name__", ""))
+    return found.partition(".")[0] != "kvcore"
+
+
 def _race_check() -> contextlib.AbstractContextManager[None]:
     from kvcore.runtime import default_race_check
 
@@ -211,8 +245,6 @@ def kvcore_namespace(kvcore_soc: str | None) -> Iterator[Any]:
     What its device has not told by the end of the test (races, failures) is an error then.
     """
     pytest.importorskip("torch", reason="torch is not installed")
-    import types
-
     import kvcore.torch
 
     with kvcore.torch.install(types.ModuleType("torch_npu"), soc=kvcore_soc) as handle:

@@ -436,3 +436,76 @@ def test_the_recipe_of_the_readme(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess(*command.split("#")[0].split())
     assert outcomes(result) == {"passed": 1, "failed": 2}  # only the 950 moves float32
     result.stdout.fnmatch_lines(["*ParamInvalidError: key: expected * on A2*"])
+
+
+# ---------------------------------------------------------------- tracebacks
+FAILING = """
+import numpy as np
+import pytest
+import kvcore
+
+def test_an_operator():
+    key, cache = np.ones((2, 1, 16), "f4"), np.zeros((2, 4, 1, 16), "f4")
+    kvcore.scatter_pa_kv_cache(key, cache, np.array([1, 99]), key, cache.copy())
+
+def test_a_race():
+    with kvcore.Device(race_check="raise") as dev:
+        a, b, block = dev.stream("a"), dev.stream("b"), dev.empty((4, 8), name="block")
+        a.fill(block, 1)
+        b.fill(block, 2)
+        dev.synchronize_blocking()
+
+def divide():
+    return 1 // 0
+
+def test_a_host_function():
+    with kvcore.Device() as dev:
+        dev.stream().call(divide)
+        dev.synchronize_blocking()
+
+def test_the_programs_own_error():
+    class Shape:
+        def __index__(self):
+            raise ZeroDivisionError("mine")
+    with kvcore.Device() as dev:
+        dev.empty(Shape())
+"""
+
+
+@pytest.mark.parametrize("style", ["auto", "long", "short"])
+def test_own_frames_are_hidden(pytester: pytest.Pytester, style: str) -> None:
+    pytester.makepyfile(FAILING)
+    result = pytester.runpytest_inprocess(f"--tb={style}")
+    assert outcomes(result) == {"failed": 4}
+    text = result.stdout.str()
+    for own in ("device.py", "_executor.pyx", "_queue.pyx", "plan.pyx", "memory.py"):
+        assert f"{own}:" not in text
+    for words in (
+        "SlotRangeError: slot_mapping[1]: expected",
+        "RaceError: stream: expected accesses in order",
+        "ZeroDivisionError: integer division",  # the cause, at the test's own line
+        "return 1 // 0",
+        "ZeroDivisionError: mine",
+    ):
+        assert words in text
+    shown = pytester.runpytest_inprocess("--full-trace").stdout.str()
+    assert "device.py" in shown
+    assert "_executor.pyx" in shown
+
+
+def test_frames_of_a_fault_of_the_package_are_shown(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import kvcore
+        from kvcore.runtime import memory
+
+        def test_it(monkeypatch):
+            monkeypatch.setattr(memory, "_dims", None)
+            with kvcore.Device() as dev:
+                dev.empty(3)
+        """
+    )
+    result = pytester.runpytest_inprocess()
+    text = result.stdout.str()
+    assert "'NoneType' object is not callable" in text
+    assert "memory.py" in text
