@@ -8,6 +8,7 @@ semantics with those of torch.cuda and torch_npu.
 
 from __future__ import annotations
 
+from kvcore.runtime.copies import Access
 from kvcore.runtime.device import Device
 from kvcore.runtime.event import Event
 from kvcore.runtime.external import ExternalEvent
@@ -20,6 +21,7 @@ from kvcore.runtime.stream import Stream, current_stream
 from kvcore.runtime.trace import Span, StreamUse, Summary, Trace
 
 __all__ = [
+    "Access",
     "Buffer",
     "Device",
     "DeviceProfile",

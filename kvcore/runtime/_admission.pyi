@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 from typing_extensions import disjoint_base
 
@@ -11,3 +11,4 @@ class Admission:
     modelled: bool
     refuse: Callable[[str, object], None]
     def __init__(self, key: object, modelled: bool) -> None: ...
+    def check(self, plan: Any) -> None: ...

@@ -65,7 +65,19 @@ cdef class Admission:
         return not self.modelled
 
     cdef int admit_all(self, object accesses) except -1:
-        for access in accesses:
-            if not self.reachable(access.owner):
-                self.refuse(access.argument, access.owner)
+        try:
+            for access in accesses:
+                if not self.reachable(access.owner):
+                    self.refuse(access.argument, access.owner)
+        except (TypeError, AttributeError) as error:
+            raise ParamInvalidError(
+                "plan: expected reads and writes that are sequences of accesses (argument, owner, "
+                f"ranges), got {error}",
+                argument="plan", expected="sequences of accesses",
+            ) from error
         return 0
+
+    def check(self, plan):
+        """Raise when the accesses of a plan are of memory that a kernel must not touch."""
+        self.admit_all(plan.reads)
+        self.admit_all(plan.writes)

@@ -275,9 +275,9 @@ cdef class ModelClock:
         if op.kind == CALL:
             self.calls_under_way -= 1
         if node.shares is None:
-            touched = getattr(op.target, "touched", None)
+            touched = op.touched()
             if touched is not None:
-                demands = self.demands(op.target, touched())
+                demands = self.demands(op.target, touched)
                 for resource, nbytes, _pieces in demands:
                     if resource == _H2D:
                         node.h2d_bytes = nbytes
@@ -305,7 +305,7 @@ cdef class ModelClock:
 
     cdef list demands(self, plan, touched):
         cdef dict sums = {COMPUTE: 0}
-        cdef int64_t pieces = plan.num_descriptors
+        cdef int64_t pieces = getattr(plan, "num_descriptors", 1)
         reads, writes = touched
         for accesses, spaces in ((reads, SPACE_READ), (writes, SPACE_WRITE)):
             for access in accesses:

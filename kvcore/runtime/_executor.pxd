@@ -36,6 +36,7 @@ cdef class Line:
     cdef readonly Failure failure
     cdef Failure last
     cdef int64_t skip_until
+    cdef tuple promises
     cdef object __weakref__
 
 
@@ -58,9 +59,11 @@ cdef class Executor:
     cdef uint64_t random
     cdef dict calls
     cdef long[MAX_WORKERS] workers
+    cdef list lines
     cdef int num_workers
     cdef object __weakref__
 
+    cdef int worker(self) noexcept
     cdef bint in_worker(self) noexcept
     cdef int refuse(self, Line line) except -1
     cdef int wake(self) except -1
@@ -69,6 +72,7 @@ cdef class Executor:
     cdef Py_ssize_t draw(self, Py_ssize_t n) noexcept
     cdef int advance(self, Line line) except -1
     cdef int execute(self, Line line, Op op) except -1
+    cdef int broke(self, Line line, Op op, object error) except -1
     cdef int after_wait(self, Line line, Mark mark) except -1
     cdef int pass_over(self, Line line, Op op) except -1
     cdef int resolve(self, Mark mark, int outcome, Failure failure) except -1

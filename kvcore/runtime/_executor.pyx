@@ -43,6 +43,8 @@ cdef class Line:
     """Operations in order and where a worker is in them; a ``Queue`` is one that takes launches.
 
     failure: why it does not go on, until a host was told.
+    promises: marks of external events, not recorded when this line began to wait for them, that
+        whatever is queued from now on comes behind; None without any.
     """
 
 
@@ -61,6 +63,7 @@ cdef class Executor:
         self.timers = []
         self.failures = []
         self.calls = {}
+        self.lines = []
         self.admission = admission
         self.modelled_time = modelled_time
         self.seeded = seed is not None
@@ -71,21 +74,34 @@ cdef class Executor:
 
     # -- what the host may ask
 
-    cdef bint in_worker(self) noexcept:
+    cdef int worker(self) noexcept:
+        """The number of the worker that this thread is; -1 for any other thread."""
         cdef long me = PyThread_get_thread_ident()
         cdef int i
         for i in range(self.num_workers):
             if self.workers[i] == me:
-                return True
+                return i
+        return -1
+
+    cdef bint in_worker(self) noexcept:
+        if self.worker() >= 0:
+            return True
         # a driver runs host functions on threads of its own
-        return len(self.calls) > 0 and me in self.calls
+        return len(self.calls) > 0 and PyThread_get_thread_ident() in self.calls
 
     def inside(self):
         """True on a worker of this device, that is inside a host function or a plan."""
         return self.in_worker()
 
     def calling(self):
-        """(line, op) of the host function this thread is in, or None."""
+        """(line, op) of the host function or the plan that this thread is in, or None."""
+        cdef int me = self.worker()
+        cdef Line line
+        if me >= 0:
+            line = self.lines[me]
+            if line is None or line.running is None:
+                return None
+            return line, line.running
         return self.calls.get(PyThread_get_thread_ident())
 
     def check(self):
@@ -136,14 +152,21 @@ cdef class Executor:
         cdef Line line
         cdef object lock = allocate_lock()
         cdef double pause
+        cdef int me
         lock.acquire()
-        self.workers[self.num_workers] = PyThread_get_thread_ident()
+        me = self.num_workers
+        self.lines.append(None)
+        self.workers[me] = PyThread_get_thread_ident()
         self.num_workers += 1
         while True:
             line = self.take()
             if line is not None:
+                self.lines[me] = line
                 self.advance(line)
+                self.lines[me] = None
                 line = None
+                if self.life == FORKED:
+                    return
                 continue
             if self.stopping:
                 return
@@ -187,7 +210,12 @@ cdef class Executor:
         return <Py_ssize_t>((self.random * 0x2545F4914F6CDD1DULL >> 33) % <uint64_t>n)
 
     cdef int advance(self, Line line) except -1:
-        """Run a line until it is empty, waits, or has had its share."""
+        """Run a line until it is empty, waits, or has had its share.
+
+        What an operation runs may fork.  The child's only thread is then the copy of this worker:
+        it goes on in the operation, and nothing else of the queues, which are the parent's, may
+        run there.  So ``life`` is looked at behind everything that runs foreign code.
+        """
         cdef Op op
         cdef Mark mark
         cdef int patience = 1 if self.seeded else PATIENCE
@@ -201,11 +229,16 @@ cdef class Executor:
             op = line.running
             op.ended = now()
             if self.observer is not None:
-                self.observer.ran(line, op)
+                try:
+                    self.observer.ran(line, op)
+                except BaseException as error:
+                    self.broke(line, op, error)
             line.running = None
             op = None
             patience -= 1
         while True:
+            if self.life == FORKED:
+                return 0
             if not line.pending:
                 line.state = IDLE
                 return 0
@@ -230,6 +263,13 @@ cdef class Executor:
                     return 0
                 self.after_wait(line, mark)
             elif op.kind == TIMER and not self.modelled_time:
+                if self.observe_start:
+                    try:
+                        self.observer.starting(line, op)
+                    except BaseException as error:
+                        self.broke(line, op, error)
+                        line.running = None
+                        continue
                 op.started = now()
                 line.state = TIMED
                 heappush(self.timers, (op.started + op.us * 1e-6, op.number, line))
@@ -244,35 +284,33 @@ cdef class Executor:
             op = None
 
     cdef int execute(self, Line line, Op op) except -1:
-        cdef long me
         try:
-            if self.observer is None:
-                if op.kind == WORK:
-                    op.target.run()
-                    return 0
-            else:
+            if self.observer is not None:
                 if self.observe_start:
                     self.observer.starting(line, op)
                 op.started = now()
-                if op.kind == WORK:
-                    op.target.run()
-            if op.kind == CALL:
-                me = PyThread_get_thread_ident()
-                self.calls[me] = (line, op)
-                try:
-                    op.target(*op.args)
-                finally:
-                    del self.calls[me]
-            if self.observer is not None:
+            if op.kind == WORK:
+                op.target.run()
+            elif op.kind == CALL:
+                op.target(*op.args)
+            if self.observer is not None and self.life != FORKED:
                 op.ended = now()
                 self.observer.ran(line, op)
         except BaseException as error:
-            failure = Failure(error, line.name, op.name)
-            self.failures.append(failure)
-            line.failure = failure
-            line.last = failure
-            if self.observer is not None:
-                self.observer.skipped(line, op)
+            if self.life == FORKED:
+                # No stream of the child can keep it: it is the thread's, as of any thread.
+                raise
+            self.broke(line, op, error)
+        return 0
+
+    cdef int broke(self, Line line, Op op, object error) except -1:
+        """An operation has raised: the line has failed."""
+        failure = Failure(error, line.name, op.name)
+        self.failures.append(failure)
+        line.failure = failure
+        line.last = failure
+        if self.observer is not None:
+            self.observer.skipped(line, op)
         return 0
 
     cdef int after_wait(self, Line line, Mark mark) except -1:
@@ -308,6 +346,7 @@ cdef class Executor:
         mark.failure = failure
         mark.outcome = outcome
         mark.waiters = None
+        mark.promises = None
         if waiters is None:
             return 0
         for waiter in waiters:
@@ -350,6 +389,7 @@ cdef class Executor:
         """This process is a copy: the workers are not here."""
         self.life = FORKED
         self.num_workers = 0
+        self.calls.clear()
 
     def give_up(self, Mark mark, Failure failure):
         """Nobody will record this mark: who waits for it fails, or is dropped (None)."""

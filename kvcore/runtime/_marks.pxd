@@ -42,6 +42,7 @@ cdef class Mark:
     cdef public object note
     cdef public object graph
     cdef public object position
+    cdef readonly tuple promises
 
     cdef int prepare(self) except -1
 
@@ -57,3 +58,5 @@ cdef class Op:
     cdef readonly double started
     cdef readonly double ended
     cdef readonly double us
+
+    cdef object touched(self)

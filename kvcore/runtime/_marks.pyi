@@ -30,6 +30,7 @@ class Mark:
     note: Any
     graph: Any
     position: Any
+    promises: tuple[Mark, ...] | None
     @property
     def pending(self) -> bool: ...
     @property

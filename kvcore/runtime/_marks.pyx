@@ -37,6 +37,8 @@ cdef class Mark:
     note:  what the observers attached when it was recorded (clocks).
     time:  seconds on the monotonic clock when it was reached.
     graph: the capture it belongs to, or None.
+    promises: while it is pending, the marks of external events that its stream waited for before
+           any of them was recorded; None without any.
     """
 
     @property
@@ -98,6 +100,17 @@ cdef class Op:
     @property
     def is_work(self):
         return self.kind == WORK
+
+    cdef object touched(self):
+        """(reads, writes) of the run that is over; None of an operation that does not say."""
+        if self.kind == CALL:
+            return None
+        found = getattr(self.target, "touched", None)
+        if found is not None:
+            return found()
+        reads = getattr(self.target, "reads", None)
+        writes = getattr(self.target, "writes", None)
+        return None if reads is None or writes is None else (reads, writes)
 
     @property
     def name(self):

@@ -10,6 +10,7 @@ from kvcore.runtime._queue import Queue
 #: A place in the caller's program: its code and the line.
 _Site: TypeAlias = tuple[CodeType, int]
 
+def pass_over(folder: str) -> None: ...
 def call_site() -> _Site | None: ...
 
 @final

@@ -11,6 +11,7 @@ cimport cython
 from kvcore.runtime._marks cimport Mark, Op
 from kvcore.runtime._order cimport Note
 
+import contextlib
 import os
 
 cdef extern from *:
@@ -32,10 +33,25 @@ cdef extern from *:
 
 #: The package's folder: what its torch calls or its engine launch is placed at their caller.
 cdef str HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+#: Files and folders between the package and the program: with statements of this package go
+#: through contextlib, operators on torch's tensors through torch.
+cdef tuple BETWEEN = (HERE, contextlib.contextmanager.__code__.co_filename)
+
+
+def pass_over(str folder):
+    """Frames of this folder's files are not the caller's program from now on."""
+    global BETWEEN
+    folder = os.path.join(folder, "")
+    if folder not in BETWEEN:
+        BETWEEN += (folder,)
 
 
 cpdef object call_site():
-    """(code, line) of the caller's program: the nearest frame outside this package."""
+    """(code, line) of the caller's program: the nearest frame that is no library's on the way.
+
+    Where the whole stack is of libraries, as in a thread of torch's, the nearest frame outside
+    this package.
+    """
     cdef PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get())
     cdef PyFrameObject* back
     cdef PyCodeObject* code
@@ -44,10 +60,12 @@ cpdef object call_site():
     while frame != NULL:
         code = PyFrame_GetCode(frame)
         name = (<object>code).co_filename
-        if not name.startswith(HERE):
+        if not name.startswith(BETWEEN):
             site = (<object>code, PyFrame_GetLineNumber(frame))
             Py_XDECREF(code)
             break
+        if site is None and not name.startswith(HERE):
+            site = (<object>code, PyFrame_GetLineNumber(frame))
         Py_XDECREF(code)
         back = PyFrame_GetBack(frame)
         Py_XDECREF(frame)

@@ -25,6 +25,7 @@ def promise(Line line):
 def owned(Mark mark, Line line):
     """The mark is one of this line from now on."""
     mark.queue = line
+    mark.promises = line.promises
 
 
 def settle(Executor executor, Mark mark, Failure failure=None, bint dropped=False):

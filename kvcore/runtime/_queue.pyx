@@ -89,6 +89,13 @@ cdef class Queue(Line):
     def launch(self, plan):
         """Queue one run of a plan and return at once.
 
+        plan: of an operator, or any object with ``run()``, which a worker calls.  What else it
+        may have (see docs/runtime.md): ``name``; ``reads`` and ``writes``, sequences of accesses
+        (``argument``, ``owner``, ``ranges``; ``kvcore.runtime.Access`` makes them), which are
+        looked at here and are the whole of what a run may touch; ``touched()``, the same two of
+        the last run, asked for behind it; ``bytes_moved`` and ``num_descriptors``.
+        ``buffer.host()`` inside ``run`` is an access of this stream.
+
         The plan, and through it its arrays, stay alive until the run is over.  Contents are
         read when it runs.  Errors of the run reach the host at the next synchronise.
         Raises StreamError (device closed, buffer freed or foreign), ParamInvalidError (not a
@@ -133,16 +140,16 @@ cdef class Queue(Line):
         op.args = args
         self.submit(op)
 
-    def _timer(self, double us, str name):
+    def _timer(self, double us, target):
         cdef Op op
         if self.executor.life != OPEN or self.executor.in_worker():
             self.executor.refuse(self)
         if self.capture is not None:
-            self.capture.add(self, TIMER, name, None, us)
+            self.capture.add(self, TIMER, target, None, us)
             return
         op = Op.__new__(Op)
         op.kind = TIMER
-        op.target = name
+        op.target = target
         op.us = us
         self.submit(op)
 
@@ -194,6 +201,8 @@ cdef class Queue(Line):
         cdef Op op
         if mark.queue is self:
             return
+        if mark.promises is not None or mark.queue is None:
+            self.follow(mark)
         op = Op.__new__(Op)
         op.kind = WAIT
         op.mark = mark
@@ -214,6 +223,8 @@ cdef class Queue(Line):
         cdef Op op = Op.__new__(Op)
         cdef Mark mark = Mark.__new__(Mark)
         mark.queue = self
+        if self.promises is not None:
+            mark.promises = self.still_promised()
         op.kind = RECORD
         op.mark = mark
         if self.executor.observer is None:
@@ -231,6 +242,8 @@ cdef class Queue(Line):
         """Record a mark that others may wait for already; see ``external``."""
         cdef Op op = Op.__new__(Op)
         mark.queue = self
+        if self.promises is not None:
+            mark.promises = self.still_promised()
         op.kind = RECORD
         op.mark = mark
         if self.executor.observer is None:
@@ -242,6 +255,51 @@ cdef class Queue(Line):
             self.place(op)
         finally:
             self.executor.lock.release()
+
+    def _follow(self, Mark mark):
+        """For a driver that queues its waits itself: what is queued from here on comes behind the
+        mark, which is an external event's, or is behind one.
+        """
+        self.follow(mark)
+
+    cdef int follow(self, Mark mark) except -1:
+        cdef list found = list(self.still_promised() or ())
+        cdef Mark promise
+        for promise in (mark,) if mark.queue is None else mark.promises or ():
+            if promise.outcome == PENDING and promise not in found:
+                found.append(promise)
+        self.promises = tuple(found) if found else None
+        return 0
+
+    cdef tuple still_promised(self):
+        """``promises`` without those that have been reached since."""
+        cdef list left = []
+        cdef Mark promise
+        if self.promises is not None:
+            for promise in self.promises:
+                if promise.outcome == PENDING:
+                    left.append(promise)
+            if len(left) < len(self.promises):
+                self.promises = tuple(left) if left else None
+        return self.promises
+
+    def _comes_behind(self, Mark mark):
+        """Whether what is queued here waits, by however many streams, for a record of the mark.
+
+        Such a record would wait for itself.  A mark that is recorded by now knows what it comes
+        behind in its turn.
+        """
+        cdef list path = list(self.promises or ())
+        cdef list seen = []
+        cdef Mark promise
+        while path:
+            promise = path.pop()
+            if promise is mark:
+                return True
+            if promise.outcome == PENDING and promise not in seen:
+                seen.append(promise)
+                path += promise.promises or ()
+        return False
 
     cdef int place(self, Op op) except -1:
         """Queue a record; on an idle queue it is reached at once, and no worker is troubled."""

@@ -18,6 +18,7 @@ cdef class Storage:
     cdef readonly object array
     cdef readonly bint freed
     cdef readonly object owner
+    cdef public object origin
     cdef object __weakref__
 
 

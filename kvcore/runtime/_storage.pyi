@@ -24,6 +24,7 @@ class Storage:
     nbytes: int
     array: Any
     freed: bool
+    origin: Any
     def __init__(
         self, ledger: Ledger, owner: object, space: str, nbytes: int, array: object
     ) -> None: ...

@@ -40,6 +40,8 @@ cdef class Storage:
 
     No cycle can go through it (it refers to a ledger, an executor's key and a numpy array), so
     it is not tracked, and its finaliser always finds its ledger.
+
+    origin: what the buffer was made as, for reports (a ``memory.Origin``).
     """
 
     def __init__(self, Ledger ledger, object owner, str space, int64_t nbytes, object array):

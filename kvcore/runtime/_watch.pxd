@@ -27,7 +27,8 @@ cdef class Watch(Order):
 
     cdef int enter(self, object access, bint write, Note note, Record record) except -1
     cdef int access(self, const int64_t[:, :] ranges, bint write, int lane, int64_t count,
-                    int64_t host, Vector vector, Record record, object argument) except -1
+                    int64_t host, Vector vector, Record record, object argument,
+                    object owner) except -1
     cdef int hold(self, object owner) except -1
     cdef int clear_gone(self) except -1
     cdef int sweep(self) except -1

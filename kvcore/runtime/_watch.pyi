@@ -35,6 +35,7 @@ class Watch(Order):
         record: Record,
         argument: str,
         write: bool,
+        owner: object,
     ) -> None: ...
     def forget(self) -> None: ...
     def ran(self, line: Line, op: Op) -> None: ...
@@ -49,7 +50,6 @@ class Watch(Order):
         owner: object,
         ranges: npt.NDArray[np.int64],
         write: bool,
-        site: Any,
     ) -> None: ...
 
 @final

@@ -11,7 +11,7 @@ from libc.math cimport INFINITY
 from libc.stdint cimport int64_t
 
 from kvcore.runtime._executor cimport Line
-from kvcore.runtime._marks cimport WORK, Op
+from kvcore.runtime._marks cimport Op
 from kvcore.runtime._order cimport Note, Order
 from kvcore.runtime._shadow cimport Shadow
 from kvcore.runtime._storage cimport BufferCore
@@ -56,7 +56,7 @@ cdef class Watch(Order):
         self.kept = {}
         self.next_sweep = FIRST_SWEEP
 
-    def found(self, hits, record, argument, write):
+    def found(self, hits, record, argument, write, owner):
         """Unordered accesses were met; for who reports them."""
         raise NotImplementedError
 
@@ -75,12 +75,10 @@ cdef class Watch(Order):
         self.in_flight.pop(op.number, None)
         if note.late:
             self.fold(note)
-        if op.kind != WORK:
-            return
-        touched = getattr(op.target, "touched", None)
+        touched = op.touched()
         if touched is None:
             return
-        reads, writes = touched()
+        reads, writes = touched
         record = Record(op.name, line.name, note.site, <double>op.number)
         for access in reads:
             self.enter(access, False, note, record)
@@ -97,7 +95,7 @@ cdef class Watch(Order):
             return 0
         self.hold(access.owner)
         self.access(ranges, write, note.lane, note.count, note.host, note.vector, record,
-                    access.argument)
+                    access.argument, access.owner)
         return 0
 
     def host_access(self, owner, const int64_t[:, :] ranges, bint write, str name, site):
@@ -105,20 +103,20 @@ cdef class Watch(Order):
         self.host_count += 1
         self.hold(owner)
         self.access(ranges, write, 0, self.host_count, self.host_count, self.host_vector,
-                    Record(name, "the host", site, INFINITY), "the buffer")
+                    Record(name, "the host", site, INFINITY), "the buffer", owner)
 
-    def function_access(self, Line line, Op op, owner, const int64_t[:, :] ranges, bint write,
-                        site):
-        """A host function touches memory: an access of its stream."""
+    def function_access(self, Line line, Op op, owner, const int64_t[:, :] ranges, bint write):
+        """A host function or a plan looks at memory while it runs: an access of its stream."""
         cdef Note note = op.note
         if note.late:
             self.fold(note)
         self.hold(owner)
         self.access(ranges, write, note.lane, note.count, note.host, note.vector,
-                    Record(op.name, line.name, site, <double>op.number), "the buffer")
+                    Record(op.name, line.name, note.site, <double>op.number), "the buffer", owner)
 
     cdef int access(self, const int64_t[:, :] ranges, bint write, int lane, int64_t count,
-                    int64_t host, Vector vector, Record record, object argument) except -1:
+                    int64_t host, Vector vector, Record record, object argument,
+                    object owner) except -1:
         cdef list hits
         if self.gone:
             self.clear_gone()
@@ -127,7 +125,7 @@ cdef class Watch(Order):
         self.records.append((record, argument))
         hits = self.shadow.access(ranges, write, lane, count, host, vector)
         if hits is not None:
-            self.found(hits, record, argument, write)
+            self.found(hits, record, argument, write, owner)
         return 0
 
     cdef int hold(self, object owner) except -1:

@@ -10,14 +10,14 @@ rows (resource, bytes, pieces), ``host_bytes`` are moved within host memory, ``h
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcore._core import adopt, arrays
-from kvcore.errors import KVCoreError, ParamInvalidError
+from kvcore.errors import KVCoreError, ParamInvalidError, fail
 from kvcore.runtime._storage import BufferCore, move
 from kvcore.runtime.memory import PAGEABLE, array_of, space_of
 from kvcore.runtime.profile import D2H, H2D, HBM
@@ -39,13 +39,22 @@ Whole = tuple[tuple["Access", ...], tuple["Access", ...]]
 
 
 class Access:
-    """What a plan touches of one argument: absolute byte ranges, worked out when asked for."""
+    """What a plan touches of one argument: absolute byte ranges, worked out when asked for.
+
+    argument: what reports call it.  owner: the buffer or array; it keeps the memory alive.
+    arrays: numpy arrays that cover what is touched; None: the whole of the owner.
+    """
 
     __slots__ = ("_arrays", "_ranges", "argument", "owner")
 
-    def __init__(self, argument: str, owner: object, arrays: Sequence[npt.NDArray[Any]]) -> None:
+    def __init__(
+        self, argument: str, owner: Any, arrays: Sequence[npt.NDArray[Any]] | None = None
+    ) -> None:
         self.argument = argument
         self.owner = owner
+        if arrays is None:
+            # (only a buffer is asked for its device, and it is its own)
+            arrays = (array_of(owner, argument, cast("Device", getattr(owner, "device", None))),)
         self._arrays = arrays
         self._ranges: Ranges | None = None
 
@@ -91,7 +100,7 @@ def merge(rows: Ranges) -> Ranges:
 
 def bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The same elements as a type of numpy's own, which it moves fast and without the GIL."""
-    if array.dtype.kind in "biufc":
+    if array.dtype.isbuiltin == 1:
         return array
     size = array.itemsize
     carrier: np.dtype[Any] = _BITS[size] if size in _BITS else np.dtype(f"V{size}")
@@ -298,6 +307,41 @@ class Fill:
     def touched(self) -> Whole:
         """A fill touches all of its array."""
         return self.reads, self.writes
+
+
+class Timed:
+    """Work that only takes time, and what it would touch; see ``Stream.compute``."""
+
+    __slots__ = ("name", "reads", "writes")
+
+    def __init__(self, device: Device, name: str, reads: object, writes: object) -> None:
+        self.name = name
+        self.reads = _whole("reads", reads, device)
+        self.writes = _whole("writes", writes, device)
+        for access in self.writes:
+            for array in access._arrays:
+                _writable(array, access.argument)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def touched(self) -> Whole:
+        """All of what was named."""
+        return self.reads, self.writes
+
+
+def _whole(argument: str, given: object, device: Device) -> tuple[Access, ...]:
+    """An access to the whole of each of these; one buffer or array stands for itself."""
+    if isinstance(given, BufferCore | np.ndarray) or hasattr(given, "__dlpack__"):
+        return (Access(argument, given, (array_of(given, argument, device),)),)
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes):
+        fail(argument, "buffers or arrays", type(given).__name__)
+    owners = list(given)
+    names = [f"{argument}[{i}]" for i in range(len(owners))]
+    return tuple(
+        Access(name, owner, (array_of(owner, name, device),))
+        for name, owner in zip(names, owners, strict=True)
+    )
 
 
 def one_value(dtype: np.dtype[Any], value: Any) -> npt.NDArray[Any] | None:

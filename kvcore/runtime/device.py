@@ -70,8 +70,8 @@ class Device:
                 bytes, but time comes from the profile, and is the same on every run.
     race_check: "off", "record" (see ``races``) or "raise" (at the next synchronise or exit).
                 None: "off", or what ``default_race_check`` says.
-    check_host: with a race check, also compare checksums of plain numpy sources at launch and
-                at run.
+    check_host: with a race check, also compare checksums of sources in host memory (arrays,
+                torch tensors, pinned and swapped buffers) at launch and at run.
     trace, max_events: keep a trace, of at most so many entries a kind.
     workers:    threads that run operations.
     seed:       a whole number that decides which ready operation runs next; None: in turn.
@@ -160,7 +160,11 @@ class Device:
             assert self.profile is not None
             self._clock = ModelClock(self.profile, self._lock, self._trace)
         if asked.race_check != "off":
-            self._race = RaceCheck(raising=asked.race_check == "raise", check_host=asked.check_host)
+            self._race = RaceCheck(
+                raising=asked.race_check == "raise",
+                check_host=asked.check_host,
+                storages=self._storages,
+            )
         if self._race or self._clock or self._trace:
             self._executor.observer = Observer(self._lock, self._race, self._clock, self._trace)
             self._executor.observe_start = asked.check_host
@@ -196,14 +200,24 @@ class Device:
             sides.append(self._new_stream(f"{stream.name}/fork{len(sides) + 1}"))
         return sides[:n]
 
+    def _check_process(self) -> None:
+        """Raise in a forked child; unlike ``check`` of the executor, at any time before or after.
+
+        Also keeps the child away from locks that a thread of the parent may have held.
+        """
+        if self._executor.is_forked:
+            self._executor.check()
+
     @property
     def streams(self) -> tuple[Stream, ...]:
         """All streams, in the order they were made."""
+        self._check_process()
         return tuple(self._streams)
 
     @property
     def default_stream(self) -> Stream:
         """The stream used where none is named; it orders nothing but its own work."""
+        self._check_process()
         if self._default is None:
             self._executor.check()
             with self._lock:
@@ -217,6 +231,7 @@ class Device:
 
     def use(self, stream: Stream) -> contextlib.AbstractContextManager[Stream]:
         """``with device.use(stream):`` makes it the current one in this task."""
+        self._check_process()
         return use_stream(self._own(stream))
 
     def _own(self, stream: object) -> Stream:
@@ -253,32 +268,50 @@ class Device:
     # -- memory
 
     def empty(
-        self, shape: object, dtype: object = "float32", *, align: int = DEFAULT_ALIGNMENT
+        self,
+        shape: object,
+        dtype: object = "float32",
+        *,
+        align: int = DEFAULT_ALIGNMENT,
+        name: str | None = None,
     ) -> Buffer:
         """Device memory, contents undefined.
 
-        shape: whole numbers >= 0.  dtype: a type's name ("bfloat16").  align: a power of two up
-        to 64 KiB.  Raises DeviceOutOfMemoryError (``wanted``, ``free``, ``total`` in bytes; then
+        shape: whole numbers >= 0.  dtype: a type's name ("bfloat16").  align: bytes, a power of
+        two up to 2 MiB.  name: what reports of races call the buffer and its views.  Raises
+        ParamInvalidError, DeviceOutOfMemoryError (``wanted``, ``free``, ``total`` in bytes; then
         nothing was taken), CaptureError inside a capture.
         """
-        return self._allocate(shape, dtype, "device", align)
+        return self._allocate(shape, dtype, "device", align, name)
 
     def empty_host(
-        self, shape: object, dtype: object = "float32", *, align: int = DEFAULT_ALIGNMENT
+        self,
+        shape: object,
+        dtype: object = "float32",
+        *,
+        align: int = DEFAULT_ALIGNMENT,
+        name: str | None = None,
     ) -> Buffer:
         """Pinned host memory: for copies, which then run side by side with everything."""
-        return self._allocate(shape, dtype, "host", align)
+        return self._allocate(shape, dtype, "host", align, name)
 
     def empty_swapped(
-        self, shape: object, dtype: object = "float32", *, align: int = 4096
+        self,
+        shape: object,
+        dtype: object = "float32",
+        *,
+        align: int = 4096,
+        name: str | None = None,
     ) -> Buffer:
         """Host memory that kernels on the device use in place, over the link."""
-        return self._allocate(shape, dtype, "swapped", align)
+        return self._allocate(shape, dtype, "swapped", align, name)
 
-    def _allocate(self, shape: object, dtype: object, space: str, align: int) -> Buffer:
+    def _allocate(
+        self, shape: object, dtype: object, space: str, align: int, name: str | None
+    ) -> Buffer:
         self._executor.check()
         self._refuse_in_capture("allocate memory")
-        return allocate(self, shape, dtype, space, align)
+        return allocate(self, shape, dtype, space, align, name)
 
     def _take_bytes(self, space: str, nbytes: int) -> npt.NDArray[np.uint8]:
         """So many bytes of a space; MemoryError when there are none.  A driver has its own."""
@@ -287,6 +320,7 @@ class Device:
     def memory(self, space: str = "device") -> MemoryInfo:
         """Bytes used, the peak and the capacity of a space."""
         one_of("space", space, SPACES)
+        self._check_process()
         ledger = self._ledgers[space]
         capacity = None if ledger.capacity < 0 else ledger.capacity
         return MemoryInfo(ledger.used, ledger.peak, capacity, ledger.allocations, ledger.frees)
@@ -300,15 +334,15 @@ class Device:
         race = self._race
         if race is None or self._executor.is_forked:
             return
-        site = call_site()
         calling = self._executor.calling()
+        site = call_site() if calling is None else None
         with self._lock:
             for write in (False, True):
                 if ("w" if write else "r") in mode:
                     if calling is None:
                         race.host_access(buffer, ranges_of(array), write, f"buffer.{name}()", site)
                     else:
-                        race.function_access(*calling, buffer, ranges_of(array), write, site)
+                        race.function_access(*calling, buffer, ranges_of(array), write)
 
     # -- captures
 
@@ -355,6 +389,7 @@ class Device:
         On the model clock launches advance it by their cost, and a synchronise brings it to the
         end of the work.
         """
+        self._check_process()
         return self._now()
 
     def _time_of(self, mark: Mark) -> float | None:
@@ -367,6 +402,7 @@ class Device:
     @property
     def busy(self) -> dict[str, float]:
         """Model clock: microseconds each resource has served so far."""
+        self._check_process()
         if self._clock is None:
             return {}
         return dict(zip(RESOURCES, self._clock.busy, strict=True))
@@ -376,16 +412,19 @@ class Device:
     @property
     def races(self) -> tuple[Race, ...]:
         """The races found so far, with the race check on."""
+        self._check_process()
         return () if self._race is None else tuple(self._race.races)
 
     @property
     def race_remarks(self) -> tuple[tuple[str, str, int], ...]:
         """Legal and probably not meant, as (sentence, file, line)."""
+        self._check_process()
         return () if self._race is None else tuple(self._race.remarks)
 
     @property
     def trace(self) -> Trace:
         """The trace; ParamInvalidError when none is kept."""
+        self._check_process()
         if self._trace is None:
             raise ParamInvalidError(
                 "trace: expected a device made with trace=True, got one without",
@@ -460,6 +499,7 @@ class Device:
     @property
     def awaits_external(self) -> bool:
         """Whether a stream waits for an external event that nobody has recorded yet."""
+        self._check_process()
         return len(self._promises) > 0
 
     def _open(self) -> None:
@@ -480,10 +520,15 @@ class Device:
         """Nobody can record an external event any more: let no stream wait for one."""
         with self._lock:
             for mark in self._promises.take():
-                failure = Failure(never_recorded(), "none", "wait_event") if fail else None
-                if self._clock is not None:
-                    self._clock.kept(None, mark.position)
-                self._executor.give_up(mark, failure)
+                self._break_promise(
+                    mark, Failure(never_recorded(), "none", "wait_event") if fail else None
+                )
+
+    def _break_promise(self, mark: Mark, failure: Failure | None) -> None:
+        """This record will not be made: who waits for it fails, or is dropped (None)."""
+        if self._clock is not None:
+            self._clock.kept(None, mark.position)
+        self._executor.give_up(mark, failure)
 
     def _drop(self) -> None:
         # All at once, and only then what may wake a stream that waits.

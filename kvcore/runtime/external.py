@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcore.errors import ParamInvalidError
-from kvcore.runtime._marks import Mark
+from kvcore.runtime._marks import Failure, Mark
 from kvcore.runtime.event import failed
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ class ExternalEvent:
     def record(self, stream: Stream | None = None) -> None:
         """Record behind what the stream (the current one by default) has.
 
-        A second record before a reset adds nothing: the event is set by the first.
+        A second record before a reset adds nothing: the event is set by the first.  Raises
+        ParamInvalidError, and records nothing, when what the stream has waits for this very
+        record, there or by way of other streams and events: it could never be reached.
         """
         self._call("record", stream)
 
@@ -95,8 +97,12 @@ class ExternalEvent:
                 device._event_call()
                 self._do(stream, verb)
 
-    def _do(self, queue: Queue, verb: str) -> None:
-        """Record, wait or reset on a stream, now; the device's lock is held."""
+    def _do(self, queue: Queue, verb: str, *, replayed: bool = False) -> None:
+        """Record, wait or reset on a stream, now; the device's lock is held.
+
+        A record behind its own wait is refused.  In a replay half of the graph may be launched by
+        then, so there the wait fails instead, as it does when nobody ever records.
+        """
         if verb == "wait":
             self._awaited = True
             if not self._recorded:
@@ -104,6 +110,14 @@ class ExternalEvent:
             queue._wait_mark(self._mark)
         elif verb == "record":
             if self._recorded:
+                return
+            if queue._comes_behind(self._mark):
+                error = behind_its_wait(queue.name)
+                if not replayed:
+                    raise error
+                if self.device._promises.kept(self._mark):
+                    self.device._break_promise(self._mark, Failure(error, queue.name, "record"))
+                self._begin()
                 return
             self.device._promises.kept(self._mark)
             queue._record_mark(self._mark)
@@ -132,15 +146,26 @@ class Promises:
         """A stream waits for it."""
         self._marks[id(mark)] = mark
 
-    def kept(self, mark: Mark) -> None:
-        """It is being recorded."""
-        self._marks.pop(id(mark), None)
+    def kept(self, mark: Mark) -> bool:
+        """It is being recorded; whether a stream waits for it."""
+        return self._marks.pop(id(mark), None) is not None
 
     def take(self) -> list[Mark]:
         """All of them, to be broken."""
         marks = list(self._marks.values())
         self._marks.clear()
         return marks
+
+
+def behind_its_wait(stream: str) -> ParamInvalidError:
+    """Why an external event cannot be recorded on that stream."""
+    return ParamInvalidError(
+        "event: expected an external event that is recorded on a stream that does not wait for "
+        f"that record, got stream {stream!r}, whose work waits for it",
+        argument="event",
+        seen=stream,
+        expected="a stream that does not wait for the record",
+    )
 
 
 def never_recorded() -> ParamInvalidError:

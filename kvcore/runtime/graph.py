@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import CaptureError, ParamInvalidError
-from kvcore.runtime._marks import KIND_WORK, Mark
+from kvcore.runtime._marks import KIND_CALL, Mark
 from kvcore.runtime._observe import call_site
 from kvcore.runtime._storage import BufferCore, Storage
 from kvcore.runtime.memory import PAGEABLE, space_of
@@ -61,7 +61,7 @@ class Graph:
     def add(self, queue: Queue, kind: int, target: Any, args: Any, us: float) -> None:
         """Record one launch."""
         branch = self._queues.index(queue)
-        if kind == KIND_WORK:
+        if kind != KIND_CALL:
             for access in (*getattr(target, "reads", ()), *getattr(target, "writes", ())):
                 owner = access.owner
                 if isinstance(owner, BufferCore):
@@ -171,7 +171,7 @@ class Graph:
             elif step[0] == _RECORD:
                 marks[step[2]] = queue.mark()
             elif step[0] == _EXTERNAL:
-                step[3]._do(queue, step[2])
+                step[3]._do(queue, step[2], replayed=True)
             else:
                 queue._wait_mark(marks[step[2]])
 

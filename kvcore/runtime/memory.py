@@ -26,18 +26,20 @@ import numpy.typing as npt
 
 from kvcore._core import adopt
 from kvcore.errors import DeviceOutOfMemoryError, KVCoreError, ParamInvalidError
+from kvcore.runtime._capsule import TYPES, retype
 from kvcore.runtime._storage import BufferCore, Storage
 
 if TYPE_CHECKING:
     from kvcore.runtime.device import Device
 
-__all__ = ["PAGEABLE", "SPACES", "Buffer", "MemoryInfo", "array_of", "space_of"]
+__all__ = ["PAGEABLE", "SPACES", "Buffer", "MemoryInfo", "Origin", "array_of", "space_of"]
 
 SPACES = ("device", "host", "swapped")
 PAGEABLE = "pageable"
-MAX_ALIGNMENT = 64 * 1024
+MAX_ALIGNMENT = 2 * 1024 * 1024  # a huge page, which CANN's own allocations come in
 DEFAULT_ALIGNMENT = 512  # what a device's copy engines like best
 
+_REGISTERED = 2  # dtype.isbuiltin of types that packages bring
 # Types without a numpy name when no package provides one: carried as their bits.
 _RAW = {"hifloat8": "uint8", "float4_e2m1": "uint8", "float4_e1m2": "uint8"}
 
@@ -61,9 +63,30 @@ class MemoryInfo:
         return None if self.capacity is None else self.capacity - self.used
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What an allocation was made as: the buffer whose rows a report tells.
+
+    name: "" without one.  shape, dtype: as asked for, shape in stored elements.  address: of the
+    first byte; row_bytes: of one element of the first dimension.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    space: str
+    address: int
+    row_bytes: int
+
+    def __str__(self) -> str:
+        what = repr(self.name) if self.name else f"a {self.space} buffer"
+        return f"{what} {self.shape} {self.dtype}"
+
+
 class Buffer(BufferCore):
     """A piece of a device's memory, or a view of one.
 
+    name:   what reports of races call it and its views; None without one.
     shape:  elements a dimension.
     dtype:  the element type's public name ("bfloat16"); the numpy type may be a raw one.
     space:  "device", "host" or "swapped".
@@ -81,6 +104,11 @@ class Buffer(BufferCore):
         self._array = array
         self._whole = whole
         self._lent = False
+
+    @property
+    def name(self) -> str | None:
+        """The name that the memory was given; views have that of the whole."""
+        return self.storage.origin.name or None
 
     @property
     def space(self) -> str:
@@ -126,10 +154,12 @@ class Buffer(BufferCore):
         return len(self._array)
 
     def __repr__(self) -> str:
+        name = f", name={self.name!r}" if self.name else ""
         state = ", freed" if self.freed else ""
-        return f"Buffer({self.shape}, {self.dtype!r}, {self.space}{state})"
+        return f"Buffer({self.shape}, {self.dtype!r}, {self.space}{name}{state})"
 
     def _live(self) -> npt.NDArray[Any]:
+        self.device._check_process()
         if self.storage.freed:
             raise ParamInvalidError(
                 "buffer: expected live memory, got a buffer that was freed",
@@ -260,16 +290,29 @@ class Buffer(BufferCore):
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
+        # The interface has no words for bfloat16 or float8: numpy then asks for __array__.
+        if self._array.dtype.isbuiltin == _REGISTERED:
+            raise AttributeError("__array_interface__")
         array = self.numpy()
         self._lent = True
         return array.__array_interface__
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """For ``np.asarray``: ``numpy()``, so an access of the host."""
+        return np.asarray(self.numpy(), dtype=dtype, copy=copy)
+
     def __dlpack__(self, **options: Any) -> Any:
-        """A DLPack capsule; types that numpy cannot export cross as unsigned integers."""
+        """A DLPack capsule of the element type.
+
+        Types that DLPack has no name for (hifloat8, float4_e1m2, types of 4 and 6 bits that take
+        a byte) cross as unsigned integers.  numpy reads neither bfloat16 nor float8 this way, but
+        by ``np.asarray``; torch does.
+        """
         array = self.numpy()
-        if array.dtype.kind not in "biufc":
+        if array.dtype.kind not in "biufc" or array.dtype.isbuiltin == _REGISTERED:
             array = array.view(f"u{array.itemsize}")
-        return array.__dlpack__(**options)
+        capsule = array.__dlpack__(**options)
+        return retype(capsule, self.dtype) if self.dtype in TYPES else capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0)  # kDLCPU
@@ -342,8 +385,21 @@ def element_type(dtype: object) -> tuple[str, np.dtype[Any]]:
     )
 
 
-def allocate(device: Device, shape: object, dtype: object, space: str, align: int) -> Buffer:
-    """A new buffer; see ``Device.empty``."""
+def allocate(
+    device: Device,
+    shape: object,
+    dtype: object,
+    space: str,
+    align: int,
+    label: str | None = None,
+) -> Buffer:
+    """A new buffer; see ``Device.empty``.  label: its name."""
+    if label is not None and not isinstance(label, str):
+        raise ParamInvalidError(
+            f"name: expected a string or None, got {type(label).__name__}",
+            argument="name",
+            seen=type(label).__name__,
+        )
     name, numpy_type = element_type(dtype)
     if numpy_type.hasobject or numpy_type.itemsize == 0 or numpy_type.subdtype is not None:
         raise ParamInvalidError(
@@ -375,6 +431,10 @@ def allocate(device: Device, shape: object, dtype: object, space: str, align: in
         raise _exhausted(space, wanted, ledger.used, ledger.capacity, "this machine") from error
     start = -base.ctypes.data % align
     array = base[start : start + wanted].view(numpy_type).reshape(dims)
+    row_bytes = wanted // dims[0] if dims and dims[0] else wanted
+    storage.origin = Origin(
+        label or "", dims, name, space, int(base.ctypes.data) + start, row_bytes
+    )
     device._storages.add(storage)
     device._memory_changed()
     return device._buffer_class(device, storage, array, name, True)
@@ -466,3 +526,14 @@ def refuse(key: object, argument: str, owner: object) -> None:
         seen=seen,
         expected=expected,
     )
+
+
+def host_memory(owner: object) -> npt.NDArray[Any] | None:
+    """What the host may change behind the back of a device: arrays, tensors, buffers of host and
+    swapped memory.  None of device memory, of a buffer that was freed, and of other objects."""
+    if isinstance(owner, Buffer):
+        live = owner.space != "device" and not owner.freed
+        return owner.__kvcore_array__ if live else None
+    with contextlib.suppress(KVCoreError):
+        return adopt.as_numpy(owner, "source")
+    return None

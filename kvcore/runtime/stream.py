@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from kvcore.errors import ParamInvalidError, StreamError
 from kvcore.runtime._queue import Queue
-from kvcore.runtime.copies import Copy, Fill
+from kvcore.runtime.copies import Copy, Fill, Timed
 from kvcore.runtime.event import Event, failed
 from kvcore.runtime.external import ExternalEvent
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from kvcore.runtime._marks import Mark
     from kvcore.runtime.device import Device
 
-__all__ = ["Stream", "current_stream", "use_stream"]
+__all__ = ["Stream", "current_stream", "forget_streams", "set_current_stream", "use_stream"]
 
 MAX_COMPUTE_US = 1e12  # eleven days
+_NOTHING: tuple[object, ...] = ()
 _RUNS_LATER = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 #: The streams in use in this task, innermost last.  A context variable: a task that sets it
@@ -102,11 +103,24 @@ class Stream(Queue):
             )
         self._call(fn, args)
 
-    def compute(self, us: Any, name: str = "compute") -> None:
-        """Work that only takes time: ``us`` microseconds.
+    def compute(
+        self,
+        us: Any,
+        name: str = "compute",
+        *,
+        reads: object = _NOTHING,
+        writes: object = _NOTHING,
+    ) -> None:
+        """Work that only takes time: ``us`` microseconds, in place of a kernel that is not there.
+
+        reads, writes: buffers or arrays (one, or a sequence of them) that the kernel would read
+        and write whole: accesses for the race check, and kept alive until the time is over; no
+        byte of them moves.  They are admitted as those of a plan are (see ``launch``).
 
         On the model clock it holds the compute resource; on the wall clock no thread.
         """
+        if not self.executor.is_open:
+            self.executor.check()
         good = isinstance(us, int | float) and not isinstance(us, bool)
         if not good or not 0 <= us <= MAX_COMPUTE_US:
             raise ParamInvalidError(
@@ -114,7 +128,11 @@ class Stream(Queue):
                 argument="us",
                 seen=us,
             )
-        self._timer(us, str(name))
+        target: object = str(name)
+        if reads is not _NOTHING or writes is not _NOTHING:
+            target = Timed(self.device, str(name), reads, writes)
+            self.executor.admission.check(target)
+        self._timer(us, target)
 
     async def run(self, plan: Any) -> None:
         """Launch a plan and wait until it is done.
@@ -260,6 +278,7 @@ def current_stream(device: Device | None = None) -> Stream:
     streams = _CURRENT.get()
     if device is None:
         if streams:
+            streams[-1].device._check_process()
             return streams[-1]
         raise StreamError(
             "stream: expected a stream in use, got none; "
@@ -273,7 +292,23 @@ def current_stream(device: Device | None = None) -> Stream:
             argument="device",
             seen=type(device).__name__,
         )
+    device._check_process()
     for stream in reversed(streams):
         if stream.device is device:
             return stream
     return device.default_stream
+
+
+def set_current_stream(stream: Stream) -> None:
+    """Make a stream the current one of its device in this task, until another is.
+
+    The end of a surrounding ``use_stream`` block gives back what was current before that block.
+    """
+    stream.device._check_process()
+    forget_streams(stream.device)
+    _CURRENT.set((*_CURRENT.get(), stream))
+
+
+def forget_streams(device: Device) -> None:
+    """No stream of this device is the current one in this task any more."""
+    _CURRENT.set(tuple(stream for stream in _CURRENT.get() if stream.device is not device))

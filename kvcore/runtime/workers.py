@@ -1,8 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker threads of one device: started together, or not at all."""
+"""The worker threads of one device: started together, or not at all.
+
+An operation that forks makes a process whose only thread is the copy of a worker.  When the
+operation returns there, nothing is left to do, and that process ends at once, without the ends of
+Python and of libraries: these are the parent's, and some abort in a thread that is not Python's
+first.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 
 from kvcore.errors import StreamError
@@ -24,7 +32,7 @@ class Workers:
         try:
             for i in range(self._number):
                 thread = threading.Thread(
-                    target=self._executor.work, name=f"kvcore-worker-{i}", daemon=True
+                    target=_work, args=(self._executor,), name=f"kvcore-worker-{i}", daemon=True
                 )
                 self._threads.append(thread)
                 thread.start()
@@ -46,3 +54,23 @@ class Workers:
             if thread.ident is not None:  # None: it was never started
                 thread.join()
         self._threads.clear()
+
+
+def _work(executor: Executor) -> None:
+    """The life of one worker, and of the process that an operation on it forked."""
+    status = 0
+    try:
+        executor.work()
+    except BaseException as error:
+        if not executor.is_forked:
+            raise
+        status = 1
+        if isinstance(error, SystemExit):
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        else:
+            threading.excepthook(
+                threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
+            )
+    finally:
+        if executor.is_forked:
+            os._exit(status & 0xFF)

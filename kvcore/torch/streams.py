@@ -12,10 +12,11 @@ clock is told of each call, on which stream it was and what it touched.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import ParamInvalidError, StreamError, fail
@@ -33,8 +34,6 @@ __all__ = ["Stream", "Streams", "active", "make_namespace", "the_stream"]
 WAIT_LIMIT_S = 30.0
 LOOK_EVERY_S = 0.002
 
-_CURRENT: ContextVar[Stream | None] = ContextVar("kvcore_npu_stream", default=None)
-
 
 class Streams:
     """The device under one installation's ``ns.npu``.
@@ -45,7 +44,11 @@ class Streams:
     def __init__(self, device: Device | None) -> None:
         self._device = device
         self._owned = contextlib.ExitStack()
-        self._default: Stream | None = None
+        #: A stream was made the current one for good, by ``set_stream``.
+        self.was_set = False
+        self._known: dict[RuntimeStream, Stream] = {}
+        if device is not None:
+            _pass_over_torch()
         self._watched: bool | None = None
         self.closed = False
 
@@ -57,14 +60,14 @@ class Streams:
     @property
     def capturing(self) -> bool:
         """Whether calls are recorded into a graph at the moment."""
-        return self.in_use and self.current.raw.is_capturing
+        return self.in_use and self._raw.is_capturing
 
     @property
     def postponing(self) -> bool:
         """Whether a call made now runs later: captured, or behind an event not recorded yet."""
         if not self.in_use:
             return False
-        raw = self.current.raw
+        raw = self._raw
         return raw.is_capturing or (not raw.idle and self.device.awaits_external)
 
     @property
@@ -78,25 +81,37 @@ class Streams:
         if self._device is None:
             from kvcore.runtime import Device
 
+            _pass_over_torch()
             self._device = self._owned.enter_context(Device())
         return self._device
 
     @property
     def default(self) -> Stream:
         """The default stream."""
-        if self._default is None:
-            self._default = Stream._around(self, self.device.default_stream)
-        return self._default
+        return self.of(self.device.default_stream)
+
+    @property
+    def _raw(self) -> RuntimeStream:
+        """The runtime's current stream: what is current is kept there alone."""
+        return self.device.current_stream()
 
     @property
     def current(self) -> Stream:
-        """The stream in use in this task or thread."""
-        found = _CURRENT.get()
-        return found if found is not None and found.streams is self else self.default
+        """The stream in use in this task or thread, by ``ns.npu`` or by the device itself."""
+        return self.of(self._raw)
+
+    def of(self, raw: RuntimeStream) -> Stream:
+        """``ns.npu``'s object for a stream of the runtime, the same one each time."""
+        found = self._known.get(raw)
+        return Stream._around(self, raw) if found is None else found
 
     def close(self, kind: Any = None, error: Any = None, trace: Any = None) -> None:
         """Leave the device if it was opened here; raises what it has not told anybody yet."""
         self.closed = True
+        if self.was_set and self._device is not None:
+            from kvcore.runtime.stream import forget_streams
+
+            forget_streams(self._device)
         self._owned.__exit__(kind, error, trace)
 
     def settle(self) -> None:
@@ -110,7 +125,7 @@ class Streams:
 
     def run(self, call: Call, name: str) -> Any:
         """Run a call now, at its place on the current stream."""
-        raw = self.current.raw
+        raw = self._raw
         if not raw.idle:
             raw.synchronize_blocking()
         result = call.plan.run()
@@ -122,7 +137,7 @@ class Streams:
 
     def postpone(self, call: Call, name: str) -> None:
         """Leave a call to the current stream, or to the graph that is captured on it."""
-        self.current.raw.launch(Later(call, f"{name} at {call_site()}"))
+        self._raw.launch(Later(call, f"{name} at {call_site()}"))
 
     def be_patient(self, done: Callable[[], bool]) -> None:
         """Before a host waits: see that it can end, as far as external events matter."""
@@ -155,7 +170,7 @@ class Stream:
     def _around(cls, streams: Streams, raw: RuntimeStream) -> Stream:
         made = object.__new__(cls)
         made.streams, made.raw = streams, raw
-        return made
+        return streams._known.setdefault(raw, made)
 
     def wait_stream(self, stream: Stream) -> None:
         """Order what comes here behind what the other stream has."""
@@ -217,6 +232,15 @@ def the_stream(stream: Any, streams: Streams) -> Stream:
     return stream
 
 
+def _pass_over_torch() -> None:
+    """Let reports of races name the program's lines, not those of torch on the way from there."""
+    from kvcore.runtime._observe import pass_over
+
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.__file__:
+        pass_over(os.path.dirname(torch.__file__))
+
+
 def _check_device(device: Any) -> None:
     """There is one device: None, 0, "npu", "npu:0", "cpu" and their torch.device name it."""
     text = str(device)
@@ -241,9 +265,16 @@ def _default_stream(device: Any = None) -> Stream:
 
 
 def _set_stream(stream: Stream) -> None:
-    """Make a stream the current one of this task or thread; None changes nothing."""
+    """Make a stream the current one of this task or thread; None changes nothing.
+
+    The device has it from then on: ``kvcore.current_stream`` and ``device.current_stream`` too.
+    """
     if stream is not None:
-        _CURRENT.set(the_stream(stream, active()))
+        from kvcore.runtime.stream import set_current_stream
+
+        streams = active()
+        set_current_stream(the_stream(stream, streams).raw)
+        streams.was_set = True
 
 
 @contextlib.contextmanager
@@ -253,12 +284,8 @@ def _use_stream(stream: Stream | None) -> Iterator[None]:
         yield
         return
     found = the_stream(stream, active())
-    token = _CURRENT.set(found)
-    try:
-        with found.streams.device.use(found.raw):
-            yield
-    finally:
-        _CURRENT.reset(token)
+    with found.streams.device.use(found.raw):
+        yield
 
 
 def _synchronize(device: Any = None) -> None:

@@ -66,8 +66,8 @@ def scatters(_: Double, patch: pytest.MonkeyPatch) -> None:
 def times(_: Double, patch: pytest.MonkeyPatch) -> None:
     """``stream.compute`` is a plan that takes the time."""
 
-    def timer(stream: AclStream, us: float, name: str) -> None:
-        stream.launch(fakes.FakePlan(partial(threading.Event().wait, us * 1e-6), name=name))
+    def timer(stream: AclStream, us: float, name: object) -> None:
+        stream.launch(fakes.FakePlan(partial(threading.Event().wait, us * 1e-6), name=str(name)))
 
     patch.setattr(AclStream, "_timer", timer)
 

@@ -78,6 +78,16 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "external": {
         "a_graph_waits_for_work_outside": "CANN captures no external events: refused",
         "a_graph_records_for_those_outside": "CANN captures no external events: refused",
+        "a_circle_through_a_graph_is_refused": "CANN captures no external events: refused",
+        "a_circle_through_a_graph_fails_when_the_device_is_left": (
+            "CANN captures no external events: refused"
+        ),
+        "a_graph_that_records_behind_its_own_wait_fails_when_it_is_replayed": (
+            "CANN captures no external events: refused"
+        ),
+        "a_graph_in_a_circle_with_others_is_told_when_the_device_is_left": (
+            "CANN captures no external events: refused"
+        ),
         "the_model_waits_for_the_record": MODEL,
     },
     "hostile": {

@@ -142,6 +142,93 @@ def test_failures_of_a_stream_are_raised_at_synchronize() -> None:
             ns.npu.synchronize()
 
 
+# ---------------------------------------------------------------- one current stream
+def test_the_current_stream_is_the_devices() -> None:
+    ns = types.ModuleType("torch_npu")
+    with kvcore.Device() as device, kvcore.torch.install(ns, device=device):
+        npu = ns.npu
+        one, two = npu.Stream(), npu.Stream()
+        assert npu.current_stream().raw is device.current_stream() is device.default_stream
+        npu.set_stream(one)
+        assert npu.current_stream() is one
+        assert kvcore.current_stream() is device.current_stream() is one.raw
+        with npu.stream(two):
+            assert npu.current_stream() is two
+            assert kvcore.current_stream() is device.current_stream() is two.raw
+            npu.set_stream(one)
+            assert device.current_stream() is one.raw
+        assert npu.current_stream() is one
+        with device.use(two.raw):
+            assert npu.current_stream() is two
+            assert npu.is_current_stream_capturing() is False
+        raw = device.stream("by hand")
+        with device.use(raw):
+            assert npu.current_stream().raw is raw
+            assert npu.current_stream() is npu.current_stream()
+            with device.capture(raw) as graph:
+                assert npu.is_current_stream_capturing()
+                ns._npu_reshape_and_cache(**arguments())
+        assert graph.num_operations == 1
+        for _ in range(3):
+            npu.set_stream(two)
+        npu.set_stream(npu.default_stream())
+        assert device.current_stream() is device.default_stream
+        with kvcore.Device() as other, other.use(other.default_stream):
+            npu.set_stream(one)
+            assert kvcore.current_stream() is one.raw
+            assert kvcore.current_stream(other) is other.default_stream
+        assert device.current_stream() is device.default_stream  # as before the block
+
+
+def test_work_goes_to_the_stream_that_the_device_says() -> None:
+    ns = types.ModuleType("torch_npu")
+    with kvcore.Device(race_check="record") as device, kvcore.torch.install(ns, device=device):
+        call, stream = arguments(), device.stream("by hand")
+        with device.use(stream):
+            ns._npu_reshape_and_cache(**call)
+        load(call, ns)
+        ns.npu.synchronize()
+        assert (
+            [(race.first.stream, race.second.stream) for race in device.races]
+            == [("by hand", "default")] * len(device.races)
+            != []
+        )
+
+
+def test_an_installation_takes_its_current_stream_with_it() -> None:
+    with kvcore.torch.install(types.ModuleType("torch_npu")) as handle:
+        handle.ns.npu.set_stream(handle.ns.npu.Stream())
+        assert kvcore.current_stream().name == "npu"
+    with pytest.raises(kvcore.StreamError, match="expected a stream in use, got none"):
+        kvcore.current_stream()
+
+
+def test_an_installation_on_a_device_takes_its_current_stream_with_it() -> None:
+    ns = types.ModuleType("torch_npu")
+    with kvcore.Device() as device:
+        with kvcore.torch.install(ns, device=device):
+            ns.npu.set_stream(ns.npu.Stream())
+        assert device.current_stream() is device.default_stream
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_calls_in_a_forked_child_write_nothing(torch_npu: Any) -> None:
+    call = arguments()
+    torch_npu.npu.current_stream()
+    child = os.fork()
+    if not child:
+        try:
+            torch_npu._npu_reshape_and_cache(**call)
+        except kvcore.StreamError:
+            os._exit(2 if call["key_cache"].any() else 0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    torch_npu._npu_reshape_and_cache(**call)
+    assert call["key_cache"].any()
+
+
 # ---------------------------------------------------------------- races
 def two_streams(ns: Any, ordered: bool) -> None:
     npu, call = ns.npu, arguments()
@@ -166,6 +253,11 @@ def test_a_missing_wait_is_a_race() -> None:
     assert "_npu_reshape_and_cache at test_streams.py:" in message
     assert "npu_paged_cache_load at test_streams.py:" in message
     assert "key_cache" in message
+    places = (two_streams.__code__.co_firstlineno + 4, load.__code__.co_firstlineno + 1)
+    for race in caught.value.seen:  # type: ignore[attr-defined]
+        assert (race.first.file, race.second.file) == (__file__, __file__)
+        assert (race.first.line, race.second.line) == places
+    assert "_ops.py" not in message
     assert "kvcore/torch" not in message.replace(os.sep, "/")  # the places are the caller's
 
 

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import Any
+
 import anyio
 import numpy as np
 import pytest
@@ -294,3 +298,201 @@ async def test_bad_input() -> None:
         stream.call(event.record)
         with pytest.raises(kvcore.StreamError, match="a host function must not"):
             await stream.synchronize()
+
+
+# ---------------------------------------------------------------- a record behind its own wait
+MESSAGE = r"^event: expected an external event .* does not wait for that record, got stream '{}'"
+
+
+def on_the_same_stream(dev: Device, circle: bool) -> str:
+    a, b = dev.stream("a"), dev.stream("b")
+    event = dev.external_event()
+    event.wait(a)
+    event.record(a if circle else b)
+    return "a"
+
+
+def over_two_events(dev: Device, circle: bool) -> str:
+    a, b, c = dev.stream("a"), dev.stream("b"), dev.stream("c")
+    x, y = dev.external_event(), dev.external_event()
+    x.wait(a)
+    y.wait(b)
+    x.record(b)
+    y.record(a if circle else c)
+    return "a"
+
+
+def through_ordinary_events(dev: Device, circle: bool) -> str:
+    streams = [dev.stream(f"s{i}") for i in range(5)]
+    event = dev.external_event()
+    if not circle:
+        streams[4].record_event()
+    event.wait(streams[0])
+    for before, stream in itertools.pairwise(streams):
+        if circle or stream is not streams[4]:
+            stream.wait_stream(before)
+            stream.compute(1)
+    event.record(streams[4])
+    return "s4"
+
+
+def through_a_graph(dev: Device, circle: bool) -> str:
+    """The graph waits for the one and records the other, which is what the record waits for."""
+    main, other, third = dev.stream("main"), dev.stream("other"), dev.stream("third")
+    x, y = dev.external_event(), dev.external_event()
+    with dev.capture(main) as graph:
+        x.wait(main)
+        main.compute(1)
+        y.record(main)
+    graph.replay(main)
+    if circle:
+        y.wait(other)
+    else:
+        y.wait(third)
+    x.record(other)
+    return "other"
+
+
+CIRCLES = [on_the_same_stream, over_two_events, through_ordinary_events]
+
+
+@pytest.mark.parametrize("program", CIRCLES)
+@pytest.mark.parametrize("race_check", ["off", "raise"])
+async def test_a_record_behind_its_own_wait_is_refused(
+    clock: str, race_check: str, program: Callable[[Device, bool], str]
+) -> None:
+    await refused_at_the_record(clock, race_check, program)
+
+
+async def test_a_circle_through_a_graph_is_refused(clock: str) -> None:
+    for race_check in ("off", "raise"):
+        await refused_at_the_record(clock, race_check, through_a_graph)
+
+
+async def refused_at_the_record(
+    clock: str, race_check: Any, program: Callable[[Device, bool], str]
+) -> None:
+    async with device(clock, race_check=race_check) as dev:
+        program(dev, False)
+        await dev.synchronize()
+    dev = device(clock, race_check=race_check)
+    with pytest.raises(kvcore.ParamInvalidError, match="does not wait for that record") as caught:
+        async with dev:
+            program(dev, True)
+    assert caught.value.argument == "event"
+    fresh = device(clock, race_check=race_check)
+    async with fresh:
+        pass
+
+
+@pytest.mark.parametrize("program", CIRCLES)
+async def test_what_waits_in_a_circle_fails_when_the_device_is_left(
+    clock: str, program: Callable[[Device, bool], str]
+) -> None:
+    await failed_at_the_end(clock, program)
+
+
+async def test_a_circle_through_a_graph_fails_when_the_device_is_left(clock: str) -> None:
+    await failed_at_the_end(clock, through_a_graph)
+
+
+async def failed_at_the_end(clock: str, program: Callable[[Device, bool], str]) -> None:
+    refused: list[object] = []
+
+    async def use() -> None:
+        async with device(clock) as dev:
+            with pytest.raises(kvcore.ParamInvalidError) as caught:
+                program(dev, True)
+            refused.append(caught.value.seen)
+
+    with pytest.raises(kvcore.StreamError, match=r"wait_event failed .* nobody recorded"):
+        await use()
+    assert refused in (["a"], ["s4"], ["other"])
+
+
+async def test_a_refused_record_can_be_made_elsewhere(clock: str) -> None:
+    async with device(clock) as dev:
+        a, b = dev.stream("a"), dev.stream("b")
+        event = dev.external_event()
+        plan = FakePlan()
+        event.wait(a)
+        a.launch(plan)
+        with pytest.raises(kvcore.ParamInvalidError, match=MESSAGE.format("a")):
+            event.record(a)
+        assert not event.recorded
+        assert plan.runs == 0
+        event.record(b)
+        await a.synchronize()
+        assert plan.runs == 1
+        event.record(a)  # set already: adds nothing
+        event.reset(a)
+        event.wait(b)
+        event.record(a)  # the wait of the round before is over
+        await b.synchronize()
+
+
+async def test_a_graph_that_records_behind_its_own_wait_fails_when_it_is_replayed(
+    clock: str,
+) -> None:
+    async with device(clock) as dev:
+        main, other = dev.stream("main"), dev.stream("other")
+        event = dev.external_event()
+        before, behind = FakePlan(), FakePlan()
+        with dev.capture(main) as graph:
+            main.launch(before)
+            event.wait(main)
+            main.launch(behind)
+            event.record(main)
+            event.reset(main)
+        event.record(other)
+        graph.replay(main)  # set from outside: the graph's own record adds nothing
+        await main.synchronize()
+        assert (before.runs, behind.runs) == (1, 1)
+        graph.replay(main)
+        with pytest.raises(kvcore.StreamError, match=r"record on stream 'main' failed") as caught:
+            await main.synchronize()
+        assert isinstance(caught.value.__cause__, kvcore.ParamInvalidError)
+        assert (before.runs, behind.runs) == (2, 1)
+        event.record(other)
+        graph.replay(main)
+        await main.synchronize()
+        assert (before.runs, behind.runs) == (3, 2)
+
+
+async def test_a_graph_in_a_circle_with_others_is_told_when_the_device_is_left(clock: str) -> None:
+    plan = FakePlan()
+
+    async def use() -> None:
+        async with device(clock) as dev:
+            main, other = dev.stream("main"), dev.stream("other")
+            x, y = dev.external_event(), dev.external_event()
+            with dev.capture(main) as graph:
+                x.wait(main)
+                main.launch(plan)
+                y.record(main)
+            y.wait(other)
+            x.record(other)
+            graph.replay(main)
+
+    with pytest.raises(kvcore.StreamError, match="does not wait for that record"):
+        await use()
+    assert plan.runs == 0
+
+
+async def test_what_waits_for_records_does_not_pile_up() -> None:
+    async with device() as dev:
+        a, b = dev.stream("a"), dev.stream("b")
+        event = dev.external_event()
+        marks = []
+        for _ in range(50):
+            event.wait(a)
+            event.reset(a)
+            event.record(b)
+            b.wait_stream(a)
+            marks.append(a.record_event())
+        await dev.synchronize()
+        event.wait(a)
+        last = a.record_event()
+        assert len(last.mark.promises) == 1
+        assert all(mark.mark.promises is None for mark in marks)
+        event.record(b)

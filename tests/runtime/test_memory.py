@@ -72,13 +72,13 @@ def test_dtypes_that_are_none(dtype: object) -> None:
         dev.empty(3, dtype)
 
 
-@pytest.mark.parametrize("align", [0, -512, 3, 2**17, True, "64", None, 64.0])
+@pytest.mark.parametrize("align", [0, -512, 3, 2**22, 2**21 + 1, True, "64", None, 64.0])
 def test_alignments_that_are_none(align: object) -> None:
     with device() as dev, pytest.raises(kvcore.ParamInvalidError, match=r"^align: expected"):
         dev.empty(3, align=align)
 
 
-@pytest.mark.parametrize("align", [1, 64, 512, 4096, 65536])
+@pytest.mark.parametrize("align", [1, 64, 512, 4096, 65536, 2**21])
 def test_alignment(align: int) -> None:
     with device() as dev:
         for make in (dev.empty, dev.empty_host, dev.empty_swapped):
@@ -248,8 +248,6 @@ def test_numpy_and_dlpack() -> None:
         assert np.shares_memory(np.from_dlpack(buffer), buffer.numpy())
         assert buffer.__dlpack_device__() == (1, 0)
         half = dev.empty((2, 3), "bfloat16")
-        assert np.from_dlpack(half).dtype == np.uint16
-        assert np.shares_memory(np.from_dlpack(half), half.numpy())
         assert half.__kvcore_array__ is half.__kvcore_array__
 
 

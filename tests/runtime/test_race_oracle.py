@@ -186,7 +186,8 @@ def run(streams: int, buffers: int, steps: list[Step], **options: Any) -> list[A
                 case "host":
                     touch(line, part(rest[2]), rest[1])
                 case "call":
-                    lanes[rest[0]].call(touch, line, part(rest[2]), rest[1])
+                    names = {"s": lanes[rest[0]], "f": touch, "d": part(rest[2]), "mode": rest[1]}
+                    at(line, "s.call(f, 1, d, mode)", names)
                 case "replay":
                     origin, fork = dev.stream(), dev.stream()
                     with dev.capture(origin) as graph:

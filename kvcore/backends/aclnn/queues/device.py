@@ -249,12 +249,15 @@ class AclDevice(Device):
     # -- the end
 
     def _break_promises(self, *, fail: bool) -> None:
-        marks = self._promises.take()
-        for mark in marks:
-            failure = Failure(never_recorded(), "none", "wait_event") if fail else None
-            if failure is not None:
-                self._executor.failures.append(failure)
-            record_of(self._executor, mark).resolve(failure, dropped=failure is None)
+        for mark in self._promises.take():
+            self._break_promise(
+                mark, Failure(never_recorded(), "none", "wait_event") if fail else None
+            )
+
+    def _break_promise(self, mark: Mark, failure: Failure | None) -> None:
+        if failure is not None:
+            self._executor.failures.append(failure)
+        record_of(self._executor, mark).resolve(failure, dropped=failure is None)
 
     def _close(self) -> None:
         self._workers.end()

@@ -9,6 +9,7 @@ call ACL: a host function that allocates, launches or waits would block its own 
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -39,6 +40,9 @@ class Action:
 
 _numbers = itertools.count(1)
 _actions: weakref.WeakValueDictionary[int, Action] = weakref.WeakValueDictionary()
+# A child that a host function forks has a copy of the driver's thread: no function of the parent
+# may run there.
+os.register_at_fork(after_in_child=_actions.clear)
 
 
 def _run(number: int | None) -> None:

@@ -222,7 +222,7 @@ class AclStream(Stream):
         self._tail = None
         super()._again(kind, target, args, us, note)
 
-    def _timer(self, us: float, name: str) -> NoReturn:
+    def _timer(self, us: float, target: object) -> NoReturn:
         raise BackendUnavailableError(
             "compute: expected a plan to launch on backend 'aclnn', got work that only takes time, "
             "which modelled devices have",
@@ -317,6 +317,8 @@ class AclStream(Stream):
     def _wait_mark(self, mark: Mark) -> None:
         if mark.queue is self:
             return
+        if mark.promises is not None or mark.queue is None:
+            self._follow(mark)
         self._tail = None
         observer = self.executor.observer
         if observer is None:
