@@ -19,32 +19,51 @@ CONTEXTS = 96  # four classes to a doubling
 
 
 class MissTable:
-    """Shares of hits, misses and recent rows by class of context and age."""
+    """Shares of hits, misses and recent rows by class of context and age.
+
+    samples: selections learned of the sample, those of substitutes not counted.
+    """
 
     def __init__(self) -> None:
-        # [class, (wanted, hits, misses, recent)]; before any is learned all are misses.
-        self._seen = np.zeros((CONTEXTS * AGES, 4))
+        # [class, (wanted, hits, misses, recent)] of the sample, and of the substitutes who stand in
+        # for it in the classes of which the sample says nothing yet.
+        self._sampled = np.zeros((CONTEXTS * AGES, 4))
+        self._stand_in = np.zeros((CONTEXTS * AGES, 4))
         self._nearest = np.zeros(CONTEXTS * AGES, np.int64)
         self.samples = 0
 
-    def learn(self, context: int, age: int, wanted: int, rows: tuple[float, float, float]) -> None:
-        """A real selection: hits, misses and recent rows of ``wanted``, repeats counted."""
+    def learn(
+        self,
+        context: int,
+        age: int,
+        wanted: int,
+        rows: tuple[float, float, float],
+        *,
+        substitute: bool = False,
+    ) -> None:
+        """A real selection: hits, misses and recent rows of ``wanted``, repeats counted.
+
+        substitute: of a request that is not in the sample.
+        """
         place = int(_classes(np.array([context]), np.array([age]))[0])
-        new = not self._seen[place].any()
-        self._seen[place] += (wanted, *rows)
-        self.samples += 1
-        if new and self._seen[place].any():
+        table = self._stand_in if substitute else self._sampled
+        known = self._sampled[place].any() or self._stand_in[place].any()
+        table[place] += (wanted, *rows)
+        self.samples += not substitute
+        if not known and table[place].any():
             self._find_nearest()
 
     def shares(self, contexts: NDArray[np.int64], ages: NDArray[np.int64]) -> NDArray[np.float64]:
         """[n, 3] hits, misses and recent rows by wanted row; all misses before any was learned."""
-        rows = self._seen[self._nearest[_classes(contexts, ages)]]
+        places = self._nearest[_classes(contexts, ages)]
+        rows = self._sampled[places]
+        rows = np.where(rows.any(axis=1, keepdims=True), rows, self._stand_in[places])
         wanted = rows[:, :1]
         with np.errstate(invalid="ignore"):
             return np.where(wanted > 0, rows[:, 1:] / wanted, (0.0, 1.0, 0.0))
 
     def _find_nearest(self) -> None:
-        known = np.flatnonzero(self._seen.any(axis=1))
+        known = np.flatnonzero(self._sampled.any(axis=1) | self._stand_in.any(axis=1))
         every = np.arange(CONTEXTS * AGES)
         # The age first: an empty pool and a filled one differ more than two lengths do.
         distance = 16 * np.abs(every[:, None] % AGES - known % AGES) + np.abs(

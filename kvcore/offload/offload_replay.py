@@ -8,6 +8,8 @@ blocks.  What a step misses and how long it takes is found in one of two ways:
              the decode engine on the model clock.
 ``sampled``  a seeded sample of requests and layers is real, without a clock.  The others take
              what the sample missed (`MissTable`), and `StepClock` adds up what a step takes.
+             Until the first request of the sample decodes, the first ones admitted are real in
+             its place: they teach what nobody else has yet, and count for themselves alone.
 
 Schedule, accepted drafts, aborts, ids and bytes are the same in both.
 """
@@ -43,11 +45,14 @@ MAX_ARRIVAL_MS = 1e9  # eleven days: what a stream waits at one time
 class _Decoding:
     """A request that decodes: for how many steps, what it draws, where it is aborted."""
 
-    __slots__ = ("abort_at", "admitted", "age", "draw", "own_table", "place", "real")
+    __slots__ = (
+        "abort_at", "admitted", "age", "draw", "own_table", "place", "real", "substitute",
+    )  # fmt: skip
 
     def __init__(self, request: TraceRequest, options: OffloadOptions) -> None:
         self.age = 0
         self.real = self.admitted = False  # admitted: to the engine
+        self.substitute = False  # real until the first request of the sample decodes
         self.place = -1
         self.own_table: NDArray[np.int64] | None = None
         self.draw = np.random.default_rng([0x6465, options.seed, request.index])
@@ -222,12 +227,27 @@ class OffloadReplay(Progress):
         if full:
             self.real.rows.add(request)
             state.real = True
-        elif request.index in self._sample and self._free_places:
+            return
+        sampled = request.index in self._sample
+        if sampled and not self._free_places:
+            self._dismiss_substitutes(1)
+        if (sampled or not self._table.samples) and self._free_places:
             state.real, state.place = True, self._free_places.pop()
+            state.substitute = not sampled
             first = state.place * self._places
             state.own_table = np.arange(first, first + self._places)
             # Whoever computed the prefix, its bytes are here now.
             self.real.place(request, state.own_table, 0, running.written)
+
+    def _dismiss_substitutes(self, count: int) -> None:
+        """Let so many requests that only stood in for the sample go on without bytes."""
+        of = [(index, state) for index, state in self._decoding.items() if state.substitute]
+        for index, state in of[:count]:
+            if state.admitted:
+                self.real.engine.abort_blocking(index)
+                state.admitted = False
+            self.real.rows.drop(index)
+            self._give_place_back(state)
 
     def _table_of(self, running: Running) -> NDArray[np.int64]:
         own = self._decoding[running.request.index].own_table
@@ -386,18 +406,24 @@ class OffloadReplay(Progress):
             return rows
         ages = np.array([state.age for state in states], np.int64)
         wanted = tokens * np.minimum(contexts + tokens, self.model.topk)
+        # What is real teaches first: the others of the very step are to know of it.
+        found: dict[int, NDArray[np.float64]] = {}
+        for place, running in enumerate(who if result is not None else ()):
+            assert result is not None
+            own = result.requests.get(running.request.index)
+            if own is None:
+                continue
+            mean = np.array((own.hits, own.misses, own.recent), np.float64).mean(axis=1)
+            found[place] = mean
+            self._table.learn(
+                int(contexts[place]), int(ages[place]), int(wanted[place]), tuple(mean),
+                substitute=states[place].substitute,
+            )  # fmt: skip
         shares = self._table.shares(contexts, ages) * wanted[:, None]
-        if result is not None:
-            for place, running in enumerate(who):
-                index = running.request.index
-                if index not in result.requests:
-                    continue
-                own = result.requests[index]
-                mean = np.array((own.hits, own.misses, own.recent), np.float64).mean(axis=1)
-                shares[place] = mean
-                self._table.learn(
-                    int(contexts[place]), int(ages[place]), int(wanted[place]), tuple(mean)
-                )
+        for place, mean in found.items():
+            shares[place] = mean  # its own, and no more than that
+        if self._table.samples:
+            self._dismiss_substitutes(REAL_PLACES)
         rows += shares.sum(axis=0)
         return rows
 
@@ -441,6 +467,7 @@ class OffloadReplay(Progress):
         if state.place >= 0:
             self._free_places.append(state.place)
             state.place, state.real, state.own_table = -1, False, None
+            state.substitute = False
 
     def _verify(self, running: Running, count: int) -> None:
         request, draw = running.request, self._verify_draw
