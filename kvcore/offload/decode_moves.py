@@ -228,11 +228,13 @@ class RingStore:
         self._ran = False
 
     def run(self) -> None:
-        """Copy them."""
+        """Copy them.  Raises ParamInvalidError for a full cache that was resized since."""
         self._ran = not self._request.aborted
         if not self._ran:
             return
         ring = self._ring
+        for lane in ring.full:
+            lane.given.check()
         source = self._slots.astype(np.int32)
         for lane, array in zip(ring.full, ring.arrays, strict=True):
             pool_rows.store(

@@ -183,8 +183,8 @@ class ModelProfile:
             expected = f"a figure of {self.name}: {MODEL_FIGURES[key][0]}"
             # A step needs all of them: whoever writes the profile is to learn it in one go.
             others = [name for name in STEP if name != key and name not in self.figures]
-            too = f", and {', '.join(others)}, which are missing too," if others else ""
-            fail(key, expected, f"nothing; give it{too} in a TOML profile")
+            too = f", with {', '.join(others)}, which are missing too" if others else ""
+            fail(key, expected, f"nothing; give it in a TOML profile{too}")
         value = self.figures[key].value
         assert isinstance(value, int | float)
         return value

@@ -16,6 +16,7 @@ import pytest
 import kvcore
 from kvcore.offload import (
     DecodeEngine,
+    DecodeFailed,
     DevicePool,
     PrefillOffloader,
     SelectionCache,
@@ -160,6 +161,32 @@ async def test_the_engine() -> None:
     for ids, rows in seen:
         assert (rows == plain[[(4, 1, 0)[i // 4] for i in ids], [i % 4 for i in ids]]).all()
     assert len(seen) == 8
+
+
+@pytest.mark.parametrize("moved", [True, False])
+async def test_a_full_cache_that_moved_under_the_engine(moved: bool) -> None:
+    """Its rows are written by address: the step fails, and memory that is gone is not touched."""
+    full = cache("bfloat16", 6, 4, 8).clone()
+    async with kvcore.Device() as device:
+        engine = DecodeEngine(
+            device, {0: [full]}, groups=((0,),), max_batch=1, max_tokens=16, topk=8, capacity=8,
+            select=lambda request, group, tokens: torch.empty(0, dtype=torch.int64),
+            rows=lambda request, layer, first, count: [torch.zeros(count, 8).bfloat16()],
+        )  # fmt: skip
+        engine.admit("a", torch.arange(4), 4)
+        before = raw_of(full.clone())  # (torch lets nobody resize what numpy has seen)
+        if moved:
+            full.resize_(1 << 14, 4, 8)
+            with pytest.raises(DecodeFailed, match=r"full\[0\]: .* changed since"):
+                await engine.step(["a"])
+            assert (raw_of(full)[:6] == before).all()
+        else:
+            await engine.step(["a"])
+            engine.accept("a", 1)
+            assert await engine.evict("a") == 5
+            before[1, 0] = 0
+            assert (raw_of(full) == before).all()
+        await engine.aclose()
 
 
 def test_traces_of_ids() -> None:
