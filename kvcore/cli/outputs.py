@@ -12,7 +12,7 @@ from kvcore.cli.printing import say
 from kvcore.errors import fail
 from kvcore.files import write_whole
 
-__all__ = ["refuse_unwritable", "write_json"]
+__all__ = ["refuse_unwritable", "refuse_unwritable_folder", "write_json"]
 
 
 def refuse_unwritable(*paths: str | Path | None) -> None:
@@ -31,6 +31,17 @@ def refuse_unwritable(*paths: str | Path | None) -> None:
             needed.append(Path(os.path.realpath(target)).parent)
         if not all(os.access(each, os.W_OK) for each in needed):
             fail(str(path), "a file that can be written", "no permission")
+
+
+def refuse_unwritable_folder(path: str | Path) -> None:
+    """Refuse a folder that cannot be made, or cannot take files."""
+    target = Path(path).absolute()
+    while not os.path.lexists(target):
+        target = target.parent
+    if not target.is_dir():
+        fail(str(path), "a folder", f"{target}, which is none")
+    if not os.access(target, os.W_OK | os.X_OK):
+        fail(str(path), "a folder that can be written", f"no permission in {target}")
 
 
 def write_json(path: str, figures: dict[str, Any]) -> None:

@@ -48,11 +48,12 @@ def _short(value: object) -> str:
 def run_sweep(namespace: argparse.Namespace, requests: Sequence[TraceRequest]) -> int:
     """Run the points that have no report yet, print all."""
     from kvcore.cli.interrupt import Interrupt
-    from kvcore.cli.outputs import refuse_unwritable, write_json
+    from kvcore.cli.outputs import refuse_unwritable, refuse_unwritable_folder, write_json
     from kvcore.cli.replay_offload import model_of, options_of
     from kvcore.offload.sweep import grid, run_on_ray, run_processes
 
     refuse_unwritable(namespace.json)
+    refuse_unwritable_folder(namespace.results)
     model = model_of(namespace)
     options = options_of(namespace, model, requests)
     folder = Path(namespace.results)

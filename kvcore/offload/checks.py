@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore._core import adopt
-from kvcore.errors import fail
+from kvcore.errors import fail, shown
 
 if TYPE_CHECKING:
     from kvcore.runtime import Device, Stream
@@ -29,7 +29,7 @@ def check_integer(argument: str, value: object, low: int, high: int | None = Non
     """
     if type(value) is not int or value < low or (high is not None and value > high):
         allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
-        fail(argument, f"an integer {allowed}", repr(value))
+        fail(argument, f"an integer {allowed}", shown(value))
     return value
 
 
@@ -37,7 +37,7 @@ def check_choice(argument: str, value: object, names: Iterable[str], expected: s
     """The value, when it is one of the names.  Raises ParamInvalidError with the list."""
     # The type first: an array is not compared with a name, and a list is no key of a dict.
     if not isinstance(value, str) or value not in names:
-        fail(argument, expected or f"one of {', '.join(names)}", repr(value))
+        fail(argument, expected or f"one of {', '.join(names)}", shown(value))
     return value
 
 

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvcore.errors import fail
+from kvcore.offload.json_files import read_json
 
 __all__ = ["Difference", "compare", "read_report"]
 
@@ -32,15 +31,11 @@ class Difference:
 
 def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A report written with ``--json``.  Raises ParamInvalidError for anything else."""
-    name = os.fspath(path)
-    if Path(name).stat().st_size > MAX_BYTES:
-        fail(name, f"a report of at most {MAX_BYTES} bytes", "more")
-    try:
-        data = json.loads(Path(name).read_bytes())
-    except (ValueError, RecursionError) as error:
-        fail(name, "a report in JSON", str(error))
-    if not isinstance(data, dict) or "steps" not in data:
-        fail(name, "a report of kvcore replay", type(data).__name__)
+    data = read_json(path, MAX_BYTES, "a report")
+    if not isinstance(data, dict):
+        fail(os.fspath(path), "a report of kvcore replay", f"a {type(data).__name__}")
+    if "steps" not in data:
+        fail(os.fspath(path), "a report of kvcore replay", "an object without 'steps'")
     return data
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from kvcore.errors import BackendUnavailableError
+from kvcore.files import write_whole
 
 __all__ = ["check_plotly", "write_html"]
 
@@ -75,9 +75,9 @@ def write_html(
     first = figure.to_html(full_html=False, include_plotlyjs=True, div_id="steps")
     second = bars.to_html(full_html=False, include_plotlyjs=False, div_id="sums")
     title = html.escape(f"kvcore replay: {report['model']['name']}, {report['device']}")
-    Path(path).write_text(
+    write_whole(
+        path,
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f"<style>{STYLE}</style></head><body><h1>{title}</h1><table>{cells}</table>"
         f"{first}{second}</body></html>\n",
-        encoding="utf-8",
     )

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore import dtypes
-from kvcore.errors import fail
+from kvcore.errors import fail, in_words, shown
 from kvcore.offload.checks import check_choice, check_integer, check_path
 
 __all__ = ["DTYPE_NAMES", "MODELS", "MODEL_FIGURES", "ModelFigure", "ModelProfile", "ModelShape"]
@@ -146,7 +146,7 @@ class ModelProfile:
 
     def __init__(self, name: str, figures: Mapping[str, ModelFigure], note: str = "") -> None:
         if not isinstance(name, str) or not name:
-            fail("name", "the model's name", repr(name))
+            fail("name", "the model's name", shown(name))
         self.name, self.note = name, note
         if not isinstance(figures, Mapping) or not all(isinstance(key, str) for key in figures):
             fail("figures", "figures by name", type(figures).__name__)
@@ -317,7 +317,7 @@ class ModelProfile:
             if isinstance(value, list):
                 value = tuple(value)
             figures[key] = ModelFigure(value, entry["basis"], entry["source"])
-        return cls(name, figures, str(note))
+        return cls(name, figures, in_words(note))
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str]) -> ModelProfile:
@@ -346,16 +346,16 @@ def _check_figure(key: str, figure: ModelFigure) -> None:
     value = figure.value
     if key == "dtype":
         if not isinstance(value, str):
-            fail(key, "the name of a type", repr(value))
+            fail(key, "the name of a type", shown(value))
     elif key == "index_layers":
         if not isinstance(value, tuple) or any(type(x) is not int or x < 0 for x in value):
-            fail(key, "a list of layers", repr(value))
+            fail(key, "a list of layers", shown(value))
         if any(a >= b for a, b in pairwise(value)):
-            fail(key, "layers in ascending order", repr(value))
+            fail(key, "layers in ascending order", shown(value))
     else:
         number = isinstance(value, int | float) if key in REAL else isinstance(value, int)
         if not number or isinstance(value, bool) or not low <= value <= high:  # type: ignore[operator]
-            fail(key, f"{what}: a number from {low:g} to {high:g}", repr(value))
+            fail(key, f"{what}: a number from {low:g} to {high:g}", shown(value))
     check_choice(f"{key}.basis", figure.basis, BASES)
     if not isinstance(figure.source, str) or not figure.source:
-        fail(f"{key}.source", "where the figure comes from", repr(figure.source))
+        fail(f"{key}.source", "where the figure comes from", shown(figure.source))

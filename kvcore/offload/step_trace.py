@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvcore.files import write_whole
+
 __all__ = ["StepTrace"]
 
 
@@ -31,8 +33,7 @@ class StepTrace:
             self._events.append(counter)
 
     def save(self, path: str | Path, name: str) -> None:
-        """Write it; ``name`` is the process's."""
+        """Write it, whole or not at all; ``name`` is the process's."""
         head = {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": name}}
-        Path(path).write_text(
-            json.dumps({"traceEvents": [head, *self._events], "displayTimeUnit": "ms"})
-        )
+        events = {"traceEvents": [head, *self._events], "displayTimeUnit": "ms"}
+        write_whole(path, json.dumps(events))

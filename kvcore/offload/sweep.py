@@ -11,18 +11,19 @@ import hashlib
 import importlib
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
-from kvcore.errors import BackendUnavailableError, fail
+from kvcore.errors import BackendUnavailableError, KVCoreError, ParamInvalidError, fail
+from kvcore.files import write_whole
+from kvcore.offload.comparison import read_report
 from kvcore.offload.models import ModelProfile
 from kvcore.offload.offload_options import OffloadOptions
 from kvcore.offload.offload_replay import OffloadReplay
+from kvcore.offload.sweep_workers import Workers
 from kvcore.offload.traces import TraceRequest
 
 __all__ = ["Point", "grid", "run_on_ray", "run_point", "run_processes"]
@@ -38,6 +39,8 @@ AXES: dict[str, Callable[[str], Any]] = {
     "seed": int,
 }
 MAX_POINTS = 10_000
+#: Linux allows 255, and the file is called .json.
+MAX_NAME_BYTES = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,42 @@ class Point:
     def done(self) -> dict[str, Any] | None:
         """The report of an earlier run, when it was of the same options and trace."""
         try:
-            report = json.loads(self.path.read_bytes())
-        except (OSError, ValueError):
+            # Nothing that has no end or waits for somebody to write.
+            report = read_report(self.path) if self.path.is_file() else {}
+        except (OSError, ParamInvalidError):
             return None
-        good = isinstance(report, dict) and report.get("sweep_key") == self.key
+        good = report.get("sweep_key") == self.key and _is_whole(report)
         return report if good and not report.get("interrupted") else None
+
+    def keep(self, report: dict[str, Any]) -> None:
+        """Write the report's file, whole or not at all.  Raises OSError that names it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path, json.dumps(report))
+
+
+#: What is read of a report that was there already: the path to it, and its types.
+READ = (
+    (("hit_rate",), (int, float, type(None))),
+    (("overlap",), (int, float, type(None))),
+    (("model_time_us", "step"), (int, float, type(None))),
+    (("tokens_per_s", "decode"), (int, float, type(None))),
+    (("bytes", "h2d"), (int, float)),
+    (("rows", "real_share"), (int, float)),
+    (("verified", "mismatches"), (list,)),
+)
+
+
+def _is_whole(report: dict[str, Any]) -> bool:
+    """Whether a report has what a sweep shows of it."""
+    for path, types in READ:
+        value: Any = report
+        for key in path:
+            if not isinstance(value, dict) or key not in value:
+                return False
+            value = value[key]
+        if not isinstance(value, types) or isinstance(value, bool):
+            return False
+    return True
 
 
 def grid(
@@ -88,6 +122,7 @@ def grid(
         digest_size=8,
     ).hexdigest()  # fmt: skip
     points: list[Point] = []
+    names: set[str] = set()
     for chosen in itertools.product(*values.values()):
         if len(points) == MAX_POINTS:
             fail("sweep", f"at most {MAX_POINTS} points", "more")
@@ -101,9 +136,17 @@ def grid(
         figures = {key: (f.value, f.basis) for key, f in model.figures.items()}
         said = repr((model.name, figures, asdict(own), trace))
         key = hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
-        safe = "".join(c if c.isalnum() or c in "=,._-" else "_" for c in label)
-        points.append(Point(label, own, folder / f"{safe}.json", key))
+        points.append(Point(label, own, folder / f"{_file_name(label, key, names)}.json", key))
     return points
+
+
+def _file_name(label: str, key: str, taken: set[str]) -> str:
+    """A name that no other point has, of characters and a length that every file system allows."""
+    safe = "".join(c if c.isalnum() or c in "=,._-" else "_" for c in label)
+    if len(safe.encode()) > MAX_NAME_BYTES or safe in taken:
+        safe = f"{safe.encode()[: MAX_NAME_BYTES - 17].decode(errors='ignore')},{key}"
+    taken.add(safe)
+    return safe
 
 
 def run_point(
@@ -112,10 +155,7 @@ def run_point(
     """Run one point and write its report."""
     report = OffloadReplay(requests, model, point.options).run().to_dict()
     report["sweep_key"] = point.key
-    point.path.parent.mkdir(parents=True, exist_ok=True)
-    part = point.path.with_name(f"{point.path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(report))
-    part.replace(point.path)
+    point.keep(report)
     return report
 
 
@@ -129,30 +169,20 @@ def run_processes(
     """Run the points that are not done yet in ``jobs`` processes; yields each as it is ready.
 
     When ``stop()`` is true no further point is begun; those that run are waited for.
+    Raises what a point raised, and KVCoreError that names the point of a process that was killed.
     """
     left: list[Point] = []
     yield from _done(points, left)
     if not left:
         return
-    running: dict[Future[dict[str, Any]], Point] = {}
-    others = set(active_children())
-    # Spawned, not forked: the parent may have threads of its own.
-    with ProcessPoolExecutor(min(jobs, len(left)), get_context("spawn"), _ignore_sigint) as pool:
-        try:
-            while left or running:
-                while left and len(running) < jobs and not stop():
-                    point = left.pop(0)
-                    running[pool.submit(run_point, point, model, requests)] = point
-                if not running:
-                    return
-                ready, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
-                for future in ready:
-                    yield running.pop(future), future.result()
-        except BaseException:
-            # A second Ctrl-C, or a point that failed: nobody waits for the others.
-            for process in set(active_children()) - others:
-                process.terminate()
-            raise
+    processes: Workers[Point] = Workers(run_point, min(jobs, len(left)), model, requests)
+    with processes as workers:
+        while left or workers.busy:
+            while left and not workers.full and not stop():
+                workers.begin(left.pop(0))
+            if not workers.busy:
+                return
+            yield from workers.finished(0.5)
 
 
 def _done(points: Sequence[Point], left: list[Point]) -> Iterator[tuple[Point, dict[str, Any]]]:
@@ -163,13 +193,6 @@ def _done(points: Sequence[Point], left: list[Point]) -> Iterator[tuple[Point, d
             left.append(point)
         else:
             yield point, report
-
-
-def _ignore_sigint() -> None:
-    # Ctrl-C reaches the whole process group: the parent decides, the children finish a point.
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def run_on_ray(
@@ -196,23 +219,43 @@ def run_on_ray(
     yield from _done(points, left)
     if not left:
         return
-    ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
+    with _of_ray(f"a cluster at {address}"):
+        ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
     try:
         run = ray.remote(_report_of)
         shared = ray.put((model, list(requests)))
         running: Mapping[Any, Point] = {run.remote(p.options, p.key, shared): p for p in left}
         waiting = list(running)
         while waiting and not stop():
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=0.5)
+            with _of_ray("its points to be run"):
+                ready, waiting = ray.wait(waiting, num_returns=1, timeout=0.5)
             for reference in ready:
-                point, report = running[reference], ray.get(reference)
-                point.path.parent.mkdir(parents=True, exist_ok=True)
-                point.path.write_text(json.dumps(report))
+                point = running[reference]
+                with _of_ray(f"{point.name} to be run"):
+                    report = ray.get(reference)
+                point.keep(report)
                 yield point, report
         for reference in waiting:
             ray.cancel(reference)
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _of_ray(expected: str) -> Iterator[None]:
+    """What ray raises, as one of our errors; what a point raised is handed on."""
+    try:
+        yield
+    except KVCoreError:
+        raise
+    except Exception as error:
+        inner = getattr(error, "cause", None)
+        if isinstance(inner, KVCoreError):
+            raise inner from error
+        seen = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        raise BackendUnavailableError(
+            f"ray: expected {expected}, got {seen}", argument="ray", seen=seen, expected=expected
+        ) from error
 
 
 def _report_of(

@@ -17,15 +17,19 @@ import math
 import os
 import reprlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import NoReturn
 
 from kvcore.errors import fail
 from kvcore.offload.checks import check_integer, check_path, each_of
+from kvcore.offload.json_files import unique_keys
 
-__all__ = ["HASH_BLOCK_TOKENS", "TraceRequest", "check_requests", "parse_line", "read_trace"]
+__all__ = [
+    "HASH_BLOCK_TOKENS", "TraceRequest", "bounded_lines", "check_requests", "parse_line",
+    "read_trace",
+]  # fmt: skip
 
 #: Tokens per entry of ``hash_ids``.
 HASH_BLOCK_TOKENS = 512
@@ -84,15 +88,15 @@ def read_trace(
         check_path("source", source)
         name = os.path.basename(os.fspath(source))
         with open(source, "rb") as handle:
-            requests = list(islice(_parse(_bounded_lines(handle.readline), name), limit))
+            requests = list(islice(_parse(bounded_lines(handle.readline), name), limit))
     else:
         requests = list(islice(_parse(each_of("source", source), "line"), limit))
     requests.sort(key=lambda request: request.timestamp_ms)
     return requests
 
 
-def _bounded_lines(readline: object) -> Iterator[bytes]:
-    assert callable(readline)
+def bounded_lines(readline: Callable[[int], bytes]) -> Iterator[bytes]:
+    """The lines of a file, none held in memory that is longer than a trace's may be."""
     # One byte more than is allowed, so that a line too long is seen and not cut in two.
     return iter(lambda: readline(MAX_LINE_BYTES + 1), b"")
 
@@ -121,7 +125,9 @@ def _load(line: bytes, where: str) -> dict[str, object]:
     if len(line) > MAX_LINE_BYTES:
         _fail(where, "line", f"at most {MAX_LINE_BYTES} bytes", "more")
     try:
-        record = json.loads(line.decode("utf-8"), parse_constant=_constant)
+        record = json.loads(
+            line.decode("utf-8"), parse_constant=_constant, object_pairs_hook=unique_keys
+        )
     except UnicodeDecodeError as error:
         _fail(where, "line", "UTF-8 text", f"byte {line[error.start]:#04x} at {error.start}")
     except RecursionError:
@@ -139,7 +145,7 @@ def _constant(name: str) -> NoReturn:
 
 def _field(record: dict[str, object], key: str, where: str) -> object:
     if key not in record:
-        keys = ", ".join(sorted(record)[:8]) or "none"
+        keys = ", ".join(map(_shown, sorted(record)[:8])) or "none"
         _fail(where, key, "this key on every line", f"the keys: {keys}")
     return record[key]
 

@@ -23,12 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcore.errors import ParamInvalidError
+from kvcore.errors import ParamInvalidError, in_words, shown
+from kvcore.files import read_bounded
 
 __all__ = ["FIGURES", "RESOURCES", "DeviceProfile", "Figure"]
 
 #: Beyond these no figure means anything, and sums of times would lose their order.
 LEAST, MOST = 1e-9, 1e9
+#: A profile has some thousand bytes.
+MAX_FILE_BYTES = 16 * 2**20
+
 BASES = ("measured", "published", "assumed")
 
 #: Every figure of a profile: its unit, and whether zero is allowed.
@@ -90,18 +94,18 @@ class DeviceProfile:
                 raise _invalid(key, "a Figure", type(figure).__name__)
             value = figure.value
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise _invalid(key, f"a number, in {unit}", repr(value))
+                raise _invalid(key, f"a number, in {unit}", shown(value))
             if not value >= 0 or value == math.inf or (value == 0 and not zero_allowed):
                 bound = "a finite number >= 0" if zero_allowed else "a finite number > 0"
-                raise _invalid(key, f"{bound}, in {unit}", repr(value))
+                raise _invalid(key, f"{bound}, in {unit}", shown(value))
             if value and not LEAST <= value <= MOST:
-                raise _invalid(key, f"{LEAST:.0e} to {MOST:.0e}, in {unit}", repr(value))
+                raise _invalid(key, f"{LEAST:.0e} to {MOST:.0e}, in {unit}", shown(value))
             if not isinstance(figure.basis, str) or figure.basis not in BASES:
-                raise _invalid(f"{key}.basis", "one of " + ", ".join(BASES), repr(figure.basis))
+                raise _invalid(f"{key}.basis", "one of " + ", ".join(BASES), shown(figure.basis))
             if not isinstance(figure.source, str) or not figure.source:
                 raise _invalid(f"{key}.source", "where the figure comes from", "nothing")
         if figures["pageable_share"].value > 1:
-            seen = repr(figures["pageable_share"].value)
+            seen = shown(figures["pageable_share"].value)
             raise _invalid("pageable_share", "a share from 0 to 1", seen)
         self.figures = {key: figures[key] for key in FIGURES}
         self.capacity_bytes = int(self.value("capacity") * 2**30)
@@ -137,11 +141,13 @@ class DeviceProfile:
         if not isinstance(path, str | Path):
             raise _invalid("path", "the path of a TOML file", type(path).__name__)
         try:
-            with Path(path).open("rb") as file:
-                data = tomllib.load(file)
+            data = tomllib.loads(read_bounded(path, MAX_FILE_BYTES, "a TOML file").decode())
+        except ParamInvalidError:
+            raise
         except OSError as error:
             raise _invalid("profile", "a readable TOML file", f"{path}: {error}") from error
-        except ValueError as error:  # not TOML, not UTF-8, or no path at all
+        # not TOML, not UTF-8, no path at all; or values within each other without end
+        except (ValueError, RecursionError) as error:
             raise _invalid("profile", "a TOML file", f"{path}: {error}") from error
         return cls.from_dict(data)
 
@@ -152,22 +158,22 @@ class DeviceProfile:
             raise _invalid("profile", "a dict, as a TOML file gives", type(data).__name__)
         name = data.get("name")
         if not isinstance(name, str) or not name:
-            raise _invalid("name", "the profile's name", repr(name))
+            raise _invalid("name", "the profile's name", shown(name))
         figures: dict[str, Figure] = {}
         for key, entry in data.items():
             if key in ("name", "note"):
                 continue
             if not isinstance(entry, dict):
-                raise _invalid(key, "a table with value, basis and source", repr(entry))
+                raise _invalid(key, "a table with value, basis and source", shown(entry))
             extra = set(entry) - {"value", "basis", "source"}
             if extra:
                 raise _invalid(key, "value, basis and source alone", ", ".join(sorted(extra)))
             figures[key] = Figure(
                 entry.get("value", math.nan),
-                str(entry.get("basis", "")),
-                str(entry.get("source", "")),
+                in_words(entry.get("basis", "")),
+                in_words(entry.get("source", "")),
             )
-        return cls(name, figures, str(data.get("note", "")))
+        return cls(name, figures, in_words(data.get("note", "")))
 
     @classmethod
     def named(cls, name: str) -> DeviceProfile:

@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvcore.files import whole_file
 from kvcore.runtime._storage import BufferCore, total_bytes
 from kvcore.runtime.profile import D2H, H2D, RESOURCES
 
 if TYPE_CHECKING:
+    from kvcore.files import whole_file
     from kvcore.runtime._clock import Node
     from kvcore.runtime._marks import Mark, Op
     from kvcore.runtime._queue import Queue
-    from kvcore.runtime._storage import Ledger
+from kvcore.runtime._storage import Ledger
 
 __all__ = ["Span", "StreamUse", "Summary", "Trace"]
 
@@ -152,9 +154,10 @@ class Trace:
         """Write Chrome trace JSON: a row a stream, arrows for events, counters.
 
         Counters: bytes used of each memory space, and MB/s over each link and direction.
+        The file is there whole or not at all.  Raises OSError that names it.
         """
         self.look_at_memory()
-        with Path(path).open("w", encoding="utf-8") as file:
+        with whole_file(path) as file:
             json.dump({"displayTimeUnit": "ms", "traceEvents": list(self._events())}, file)
 
     def _events(self) -> Iterator[dict[str, Any]]:

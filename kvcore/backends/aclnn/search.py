@@ -4,7 +4,8 @@
 Order: the environment's homes, the usual installation folders, then the linker's own path; in a
 home ``lib64`` and ``<arch>-linux/lib64``.  ``devlib`` is never looked at: its libraries have the
 same names, load, and answer 100039 to everything.  ``KVCORE_ACLNN_LIBRARY_PATH`` names folders to
-use instead of all that.
+use instead of all that.  Nothing is loaded by a relative path, nor what a stranger may have written
+(see ``trust``).
 
 Changing LD_LIBRARY_PATH in a running process does nothing, so files are opened by absolute path
 and what they need is loaded before them, for all to see (RTLD_GLOBAL).
@@ -14,13 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
-import stat
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from kvcore.backends.aclnn.trust import TRUST, Opened, Refused, opened
 
 __all__ = ["ENVIRONMENT", "SETTINGS", "Found", "Search"]
 
@@ -32,6 +36,7 @@ SETTINGS = (
     "ASCEND_TOOLKIT_HOME",
     "ASCEND_OPP_PATH",
     "ASCEND_CUSTOM_OPP_PATH",
+    TRUST,
 )
 RUNTIME_NAMES = ("libacl_rt.so", "libascendcl.so")
 META_NAME = "libnnopbase.so"
@@ -40,6 +45,8 @@ OPERATOR_NAMES = ("libopapi_transformer.so", "libopapi.so")
 CUSTOM_NAME = "libcust_opapi.so"
 DRIVER_NAME = "libascend_hal.so"
 DRIVER_FOLDER = "/usr/local/Ascend/driver/lib64"
+#: Bytes of a vendors' config.ini that are read.
+MAX_CONFIG = 2**16
 USUAL_HOMES = (
     "/usr/local/Ascend/cann",
     "/usr/local/Ascend/ascend-toolkit/latest",
@@ -142,30 +149,46 @@ class Search:
         root = self.environ.get("ASCEND_OPP_PATH", "").strip()
         if root:
             vendors = Path(root) / "vendors"
-            for vendor in _priorities(vendors / "config.ini"):
+            for vendor in self._priorities(vendors / "config.ini"):
                 yield vendors / vendor / "op_api" / "lib" / CUSTOM_NAME
 
     def open_file(self, path: Path, mode: int) -> Found | None:
-        """Load a file if it is there, and its owner is root or this user."""
-        if "devlib" in path.parts:
-            self.tried.append((str(path), "not used: devlib holds stubs"))
-            return None
+        """Load a file if it is there and no stranger can have written it."""
+        found, outcome = None, "loaded"
         try:
-            real = path.resolve(strict=True)
-            owner = real.stat()
+            if "devlib" in path.parts:
+                outcome = "not used: devlib holds stubs"
+            else:
+                with opened(path, self.environ, self._owners(path)) as file:
+                    found = Found(str(path), _load(file, mode, str(path)))
+        except Refused as refused:
+            outcome = str(refused)
         except (OSError, RuntimeError, ValueError):  # a loop of links; a null byte
-            self.tried.append((str(path), "not there"))
-            return None
-        if not stat.S_ISREG(owner.st_mode):
-            self.tried.append((str(path), "not a file"))
-            return None
-        if owner.st_uid not in (0, os.getuid()):
-            self.tried.append((str(path), "not used: it belongs to another user"))
-            return None
-        return self.open(str(path.absolute()), mode)
+            outcome = "not there"
+        self.tried.append((str(path), outcome))
+        return found
+
+    def _owners(self, path: Path) -> set[int]:
+        """Owners of the trees of CANN that the path is in."""
+        roots = self.given or [*self.homes(), *self._opp()]
+        with_it = (root for root in roots if path.is_relative_to(root))
+        owners = set()
+        for root in with_it:
+            with contextlib.suppress(OSError, ValueError):
+                owners.add(os.stat(root).st_uid)
+        return owners
+
+    def _opp(self) -> list[Path]:
+        text = self.environ.get("ASCEND_OPP_PATH", "").strip()
+        return [Path(text)] if text else []
 
     def open(self, name: str, mode: int) -> Found | None:
-        """Load by path or, without a slash, by the linker's rules."""
+        """Load by path or, without a slash, by the linker's rules, as far as those are safe."""
+        if not mode & os.RTLD_NOLOAD and os.sep not in name:
+            for folder in _linker_folders():
+                if os.path.lexists(folder / name):
+                    # What the linker would take: looked at like any other, or not taken at all.
+                    return self.open_file(folder / name, mode)
         try:
             found = Found(name, ctypes.CDLL(name, mode=mode))
         except OSError as error:
@@ -205,14 +228,45 @@ class Search:
                 return str(parent / "opp")
         return None
 
-
-def _priorities(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
+    def _priorities(self, path: Path) -> list[str]:
+        try:
+            with opened(path, self.environ, self._owners(path)) as file:
+                lines = os.read(file.handle, MAX_CONFIG).decode(errors="replace").splitlines()
+        except Refused as refused:
+            self.tried.append((str(path), str(refused)))
+            return []
+        except (OSError, ValueError):
+            return []
+        for line in lines:
+            key, _, value = line.partition("=")
+            if key.strip() == "load_priority":
+                names = [name.strip() for name in value.split(",")]
+                # A name of a folder beside the file, and nothing that leads elsewhere.
+                return [n for n in names if n and os.sep not in n and n not in (".", "..")]
         return []
-    for line in lines:
-        key, _, value = line.partition("=")
-        if key.strip() == "load_priority":
-            return [name.strip() for name in value.split(",") if name.strip()]
-    return []
+
+
+def _load(file: Opened, mode: int, name: str) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(file.loadable, mode=mode)
+    except OSError as error:
+        raise Refused(str(error).replace(file.loadable, name)) from error
+    if not file.is_still_there():
+        raise Refused("not used: it was exchanged while it was looked at")
+    # The linker knows libraries by name: this one's must not come to mean another file.
+    file.keep = not file.stable
+    return library
+
+
+@functools.cache
+def _linker_folders() -> tuple[Path, ...]:
+    """The folders of LD_LIBRARY_PATH, as it was when the process began: the linker's."""
+    try:
+        pairs = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        pairs = []
+    for pair in pairs:
+        name, _, value = os.fsdecode(pair).partition("=")
+        if name == "LD_LIBRARY_PATH" and value:
+            return tuple(map(Path, re.split("[:;]", value)))  # an empty one is where one is
+    return ()

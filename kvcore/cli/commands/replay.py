@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
 from kvcore.cli import status
@@ -34,7 +33,8 @@ A trace is JSON lines, one request each: timestamp (ms), input_length and output
 hash_ids (one id per 512 tokens of the input). Arrival times only order the requests, but for
 --arrivals time.
 Exit status: 0; 1 when a sample does not hold what was written, or reports differ; 2 for a wrong
-option or trace; 130 after Ctrl-C (what is done is printed and written)."""
+option or trace, and for what cannot be written; 130 after Ctrl-C (what is done is printed and
+written)."""
 
 
 def register(subparsers: Subparsers[Parser]) -> None:
@@ -156,8 +156,10 @@ def _num_blocks(namespace: argparse.Namespace, shape: ModelShape) -> int:
 
 
 def _requests(namespace: argparse.Namespace) -> tuple[str, list[TraceRequest]]:
+    from kvcore.cli.log import standard_input
     from kvcore.errors import fail
     from kvcore.offload import generate_trace, read_trace
+    from kvcore.offload.traces import bounded_lines
 
     if namespace.trace is None:
         number = namespace.requests or GENERATED_REQUESTS
@@ -165,7 +167,8 @@ def _requests(namespace: argparse.Namespace) -> tuple[str, list[TraceRequest]]:
             generate_trace(number, seed=namespace.seed)
         )
     if namespace.trace == "-":
-        requests = read_trace(sys.stdin.buffer, limit=namespace.requests)
+        lines = bounded_lines(standard_input().readline)
+        requests = read_trace(lines, limit=namespace.requests)
     else:
         requests = read_trace(namespace.trace, limit=namespace.requests)
     if not requests:
