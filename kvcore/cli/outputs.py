@@ -34,14 +34,22 @@ def refuse_unwritable(*paths: str | Path | None) -> None:
 
 
 def refuse_unwritable_folder(path: str | Path) -> None:
-    """Refuse a folder that cannot be made, or cannot take files."""
+    """Refuse a folder that cannot be made, or cannot take files.  Raises OSError as well."""
     target = Path(path).absolute()
-    while not os.path.lexists(target):
+    while not _is_there(target):
         target = target.parent
     if not target.is_dir():
         fail(str(path), "a folder", f"{target}, which is none")
     if not os.access(target, os.W_OK | os.X_OK):
         fail(str(path), "a folder that can be written", f"no permission in {target}")
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def write_json(path: str, figures: dict[str, Any]) -> None:
