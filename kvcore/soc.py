@@ -352,6 +352,7 @@ def _scatter_rows(accepted: tuple[Accepted, ...]) -> list[tuple[str, str, str, s
 
 def _limits(p: Profile) -> list[tuple[str, str]]:
     found = [
+        ("2, 6, Nct" if p.nhsd_heads else "2, Nct", "key and value are [T, H, D]"),
         ("1", f"block_size <= {p.nz_block_size}"),
         ("1, 7" if p.nhsd_heads else "1", "head size * itemsize a multiple of 32"),
         ("all but 3", "num_blocks * block_size >= T"),

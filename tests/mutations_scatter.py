@@ -15,7 +15,7 @@ from mutations import Draw, Mutation, broken, changed, draw_illegal, given, pick
 from oracle_numbers import FLOAT4, raw_dtype
 from oracle_rules import INVALID, NULL, SLOT
 from oracle_rules_scatter import num_slots
-from oracle_scatter import absent, run_tokens, scenario
+from oracle_scatter import absent, memory_behind, run_tokens, scenario
 from strategies_arrays import DTYPES
 from strategies_scatter import SCENARIOS, scatter_cases, scatter_pa_cache_cases
 
@@ -34,7 +34,7 @@ def has_windows(case: Case) -> bool:
 
 
 def is_nct(case: Case) -> bool:
-    """A flat source with strides and offsets."""
+    """Sources that are counted with strides and offsets."""
     return number_of(case) in (2, 6) and case.arguments.get("scatter_mode") == "Nct"
 
 
@@ -262,16 +262,14 @@ def wrong_window(draw: Draw, case: Case) -> IllegalCase | None:
 
 
 def wrong_nct(draw: Draw, case: Case) -> IllegalCase | None:
-    """strides and offsets that are missing, of the wrong form or out of range."""
+    """strides and offsets that are of the wrong form or out of range."""
     if not is_nct(case) or not writes(case):
         return None
     name = pick(draw, ["strides", "offsets"])
-    pair = list(case.arguments[name])
+    pair = list(case.arguments.get(name, (1, 1) if name == "strides" else (0, 0)))
     lane = draw(st.integers(0, len(lanes(case)) - 1))
     source = lanes(case)[lane][0]
-    kind = pick(draw, ["none", "short", "long", "float", "low", "far"])
-    if kind == "none":
-        return broken(case, f"{name} is None", [name], (NULL, INVALID), **{name: None})
+    kind = pick(draw, ["short", "long", "float", "low", "far"])
     errors, blamed = INVALID, [name]
     if kind in ("short", "long", "float"):
         wrong: Any = {"short": pair[:1], "long": [*pair, 1], "float": [1.5, pair[1]]}[kind]
@@ -284,10 +282,33 @@ def wrong_nct(draw: Draw, case: Case) -> IllegalCase | None:
         tokens = case.arguments["slot_mapping"].size
         if name == "strides" and tokens < 2:
             return None
-        size = case.arguments[source].size
+        size = memory_behind(case.arguments[source]).size
         pair[lane] = draw(st.sampled_from([size + 1, 2**31, 2**62, 2**63 - 1]))
         wrong, blamed = pair, ["strides", "offsets", source]
     return broken(case, f"{name}={wrong}", blamed, errors, **{name: wrong})
+
+
+def nct_source_of_another_shape(draw: Draw, case: Case) -> IllegalCase | None:
+    """Three axes that are not [T, H, D], as the slots and the cache have them."""
+    if not is_nct(case) or not writes(case):
+        return None
+    source, cache = draw(st.sampled_from(lanes(case)))
+    tokens = case.arguments["slot_mapping"].size
+    shape = [tokens, *case.arguments[cache].shape[2:]]
+    shape[draw(st.integers(0, 2))] += draw(st.sampled_from([1, -1]))
+    blamed = [source, cache, "slot_mapping", "strides", "offsets"]
+    wrong = np.zeros(shape, case.arguments[source].dtype)
+    return broken(case, f"{source} has shape {shape}", blamed, **{source: wrong})
+
+
+def slots_of_other_tokens_in_nct(draw: Draw, case: Case) -> IllegalCase | None:
+    """More or fewer slots than a view [T, H, D] has tokens."""
+    if not is_nct(case) or not writes(case) or case.arguments["key"].ndim != 3:
+        return None
+    slots = case.arguments["slot_mapping"]
+    other = np.concatenate([slots, slots[:1]]) if draw(st.booleans()) else np.array(slots[1:])
+    blamed = ["slot_mapping", "key", "value"]
+    return broken(case, f"slot_mapping has shape {other.shape}", blamed, slot_mapping=other)
 
 
 def scattered_nct_source(draw: Draw, case: Case) -> IllegalCase | None:
@@ -358,6 +379,8 @@ OWN: tuple[Mutation, ...] = (
     negative_length_that_adds_up,
     wrong_window,
     wrong_nct,
+    nct_source_of_another_shape,
+    slots_of_other_tokens_in_nct,
     scattered_nct_source,
     mean_of_float4,
     unpacked_float4,

@@ -21,7 +21,7 @@ from oracle_rules import (
     is_integer,
     null,
 )
-from oracle_scatter import ND, NO_MODE, absent, run_tokens, scenario
+from oracle_scatter import ND, NO_MODE, absent, memory_behind, run_tokens, scenario
 
 OPTIONAL = ("compress_lens", "compress_seq_offset", "seq_lens")
 MODES = (*NO_MODE, "Alibi", "Rope", "Omni", "Nct", "NHSD")
@@ -151,6 +151,10 @@ def _lane_shape(a: Arguments, number: int, source: str, cache: str, nct: bool) -
     if c.ndim != 4:
         return invalid("is not 4-D", cache)
     if nct:
+        if x.ndim == 3:
+            wanted = (a["slot_mapping"].shape[0], *c.shape[2:])
+            disagree = invalid("is not [T, H, D]", source, cache, "slot_mapping")
+            return None if x.shape == wanted else disagree
         if x.ndim < 1:
             return invalid("is 0-d", source)
         return None if x.flags.c_contiguous else invalid("is not C-contiguous", source)
@@ -176,9 +180,7 @@ def _index_shapes(a: Arguments, number: int) -> Iterator[Violation]:
         if nct:
             for name in ("strides", "offsets"):
                 pair = a.get(name)
-                if pair is None:
-                    yield null(name)
-                elif len(pair) != 2 or not all(is_integer(x) for x in pair):
+                if pair is not None and (len(pair) != 2 or not all(is_integer(x) for x in pair)):
                     yield invalid("is not two integers", name)
         return
     if a["seq_lens"].ndim != 1:
@@ -230,15 +232,18 @@ def _values(a: Arguments) -> Iterator[Violation]:
 
 def _nct_values(a: Arguments) -> Iterator[Violation]:
     tokens = len(a["slot_mapping"])
+    strides = (1, 1) if a.get("strides") is None else a["strides"]
+    offsets = (0, 0) if a.get("offsets") is None else a["offsets"]
     for lane, (source, cache) in enumerate(_lanes(a)):
         _, _, heads, size = a[cache].shape
-        stride, offset = int(a["strides"][lane]), int(a["offsets"][lane])
-        if (tokens - 1) * stride + offset + heads * size > a[source].size:
+        stride, offset = int(strides[lane]), int(offsets[lane])
+        held = memory_behind(a[source]).size
+        if (tokens - 1) * stride + offset + heads * size > held:
             yield invalid("tokens reach past the buffer", source, "strides", "offsets")
     for lane in range(2):
-        if int(a["strides"][lane]) <= 0:
+        if int(strides[lane]) <= 0:
             yield invalid("is not positive", "strides")
-        if int(a["offsets"][lane]) < 0:
+        if int(offsets[lane]) < 0:
             yield invalid("is negative", "offsets")
 
 

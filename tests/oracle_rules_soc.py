@@ -34,6 +34,8 @@ def _scatter(a: Arguments, soc: str, key_operator: bool) -> str | None:
     cache = a["key_cache"]
     rows = cache.shape[0] * (cache.shape[-2] if number in (1, 7) else cache.shape[1])
     tokens = len(a["slot_mapping"]) if number in (1, 2, 6, 7) else a["key"].shape[0]
+    if nct and any(a[n].ndim != 3 for n in ("key", "value")[: 1 if alone else 2]):
+        return "no [T, H, D] in Nct"
     if key_operator:
         if soc in OLDER:
             return "no such operator"

@@ -6,6 +6,7 @@ Legal arguments are assumed; oracle_rules.violations says whether they are.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,14 +96,12 @@ def scatter_pa_kv_cache(
         elif number == 7:
             _nhsd(bits(source), bits(out), slot_mapping)
         elif scatter_mode == "Nct":
-            assert strides is not None
-            assert offsets is not None
             _nct(
-                bits(source),
+                memory_behind(bits(source)),
                 bits(out),
                 slot_mapping,
-                int(strides[lane]),
-                int(offsets[lane]),
+                1 if strides is None else int(strides[lane]),
+                0 if offsets is None else int(offsets[lane]),
             )
         else:
             _norm(bits(source), bits(out), slot_mapping)
@@ -161,8 +160,29 @@ def _nz(tokens: Array, cache: Array, slots: Array) -> None:
             cache[(block, *column, row)] = flat[c * lane : (c + 1) * lane]
 
 
-def _nct(fused: Array, cache: Array, slots: Array, stride: int, offset: int) -> None:
-    flat = fused.reshape(-1)
+def memory_behind(array: Array) -> Array:
+    """The items from an array's first one to the end of the ndarray that it is a view of."""
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    first, past = array.ctypes.data, max(ends(owner)[1], ends(array)[1])
+    nbytes = (past - first) // array.itemsize * array.itemsize
+    if nbytes <= 0:
+        return np.empty(0, array.dtype)
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(first), np.uint8).view(array.dtype)
+
+
+def ends(array: Array) -> tuple[int, int]:
+    """Addresses of an array's first byte and one past its last."""
+    if array.size == 0:
+        return array.ctypes.data, array.ctypes.data
+    corners = [array.ctypes.data]
+    for size, step in zip(array.shape, array.strides, strict=True):
+        corners += [corner + (size - 1) * step for corner in corners]
+    return min(corners), max(corners) + array.itemsize
+
+
+def _nct(flat: Array, cache: Array, slots: Array, stride: int, offset: int) -> None:
     block_size, num_heads, head_size = cache.shape[1:]
     for i, slot in enumerate(slots.tolist()):
         if slot >= 0:

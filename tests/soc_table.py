@@ -25,9 +25,6 @@ def cell(soc: str, variant: str, dtype: str) -> Cell:
     if variant.endswith("Nct"):
         # Keys and values in one fused buffer of queries, keys and values, as clients pass them.
         call |= {"strides": (192, 192), "offsets": (64, 128)}
-        for lane in ("key", "value"):
-            if lane in call:
-                call[lane] = ((768,), dtype)
     try:
         scenario = kvcore.scenario_of(**call)
     except ParamInvalidError as error:

@@ -138,37 +138,78 @@ def _rows(b: Builder, number: int, dtypes: Sequence[str]) -> dict[str, Any]:
     return arguments
 
 
+class Lent:
+    """An array's memory as numpy takes it from somebody it knows nothing of."""
+
+    def __init__(self, array: Array, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self.array = array
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (array.ctypes.data, False),
+            "shape": shape,
+            "strides": strides,
+            "typestr": np.dtype(f"u{array.itemsize}").str,
+        }
+
+
 def _nct(b: Builder, number: int, dtypes: Sequence[str]) -> dict[str, Any]:
+    """A view [T, H, D] of a fused buffer, or that buffer flat (rarely: no SoC takes it)."""
     draw = b.draw
     element = draw(st.sampled_from([d for d in dtypes if d not in FLOAT4]))
     tokens, heads = draw(st.integers(0, 7)), draw(COUNTS)
     nb, bs = _sizes(draw, empty=True)
     sizes = draw(HEAD_SIZES), draw(HEAD_SIZES)
-    shared = number == 2 and draw(st.booleans())
-    strides = [draw(st.integers(1, 2 * heads * max(sizes))) for _ in range(2)]
-    offsets = [draw(st.integers(0, 20)) for _ in range(2)]
+    named = draw(st.integers(0, 7)) < 7
+    strides, offsets = [1, 1], [0, 0]
+    if named:
+        strides = [draw(st.integers(1, 2 * heads * max(sizes))) for _ in range(2)]
+        offsets = [draw(st.integers(0, 20)) for _ in range(2)]
     needed = [offsets[i] + heads * sizes[i] + strides[i] * max(tokens - 1, 0) for i in range(2)]
+    is_flat = draw(st.integers(0, 3)) == 3
+    # Flat buffers may be one for both.
+    shared = is_flat and number == 2 and draw(st.booleans())
     arguments: dict[str, Any] = {}
 
-    def flat(name: str, size: int) -> Array:
+    def source(name: str, lane: int, size: int) -> Array:
         size += draw(st.sampled_from([0, 0, 1, 9]))
-        shape = draw(st.sampled_from([(size,), (-(-size // 3), 3), (2, -(-size // 2), 1)]))
-        return b.data(name, shape, element, output=False, plain=True)
+        if is_flat:
+            shape = draw(st.sampled_from([(size,), (-(-size // 3), 3), (2, 1, -(-size // 2), 1)]))
+            return b.data(name, shape, element, output=False, plain=True)
+        shape = (tokens, heads, sizes[lane])
+        if draw(st.booleans()):
+            # The array's own strides mean nothing; its first element does.  Memory below it is
+            # known, and what lies before its first element is not counted.
+            begin = draw(st.sampled_from([0, 0, 5]))
+            size = max(size, heads * sizes[lane] * max(tokens, 1))
+            whole = b.data(name, (begin + size,), element, output=False, plain=True)
+            return whole[begin:][: tokens * heads * sizes[lane]].reshape(shape)
+        # Nothing is known of the memory but what the array's own strides reach.
+        room = max(needed[lane] - heads * sizes[lane], 0)
+        apart = max(-(-room // max(tokens - 1, 1)), heads * sizes[lane], 1)
+        size = apart * tokens + draw(st.sampled_from([0, 3]))
+        flat = b.data(name, (max(size, needed[lane]),), element, output=False, plain=True)
+        item = flat.itemsize
+        strides = (apart * item, sizes[lane] * item, item)
+        if tokens == 1:
+            return np.ndarray(shape, flat.dtype, buffer=flat.view(np.uint8), strides=strides)
+        return np.asarray(Lent(flat, shape, strides)).view(flat.dtype)
 
     caches = [(nb, bs, heads, size) for size in sizes]
     if number == 6:
-        arguments["key"] = flat("key", needed[0])
+        arguments["key"] = source("key", 0, needed[0])
         arguments["key_cache"] = b.data("key_cache", caches[0], element, output=True)
     else:
-        arguments["key"] = flat("key", max(needed) if shared else needed[0])
-        arguments["value"] = arguments["key"] if shared else flat("value", needed[1])
+        arguments["key"] = source("key", 0, max(needed) if shared else needed[0])
+        arguments["value"] = arguments["key"] if shared else source("value", 1, needed[1])
         arguments["key_cache"], arguments["value_cache"] = b.pair(
             ("key_cache", "value_cache"), (caches[0], caches[1]), (element, element), output=True
         )
     _name_types(b, arguments, (element, element), number == 6)
     arguments["slot_mapping"] = b.indices("slot_mapping", draw_slots(draw, tokens, nb * bs))
     kind = draw(st.sampled_from([list, tuple]))
-    arguments |= {"scatter_mode": "Nct", "strides": kind(strides), "offsets": kind(offsets)}
+    arguments["scatter_mode"] = "Nct"
+    if named:
+        arguments |= {"strides": kind(strides), "offsets": kind(offsets)}
     return arguments
 
 

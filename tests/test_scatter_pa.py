@@ -156,23 +156,6 @@ def test_strides_and_offsets_are_ignored_in_other_modes(numbers: Any) -> None:
     check(call("nz4"), offsets=numbers)
 
 
-def test_nct_reads_a_fused_buffer() -> None:
-    made = call("nct")
-    fused = filled(T, H * (DK + DV))
-    arguments = made.arguments(
-        key=fused, value=fused, strides=(H * (DK + DV),) * 2, offsets=(0, H * DK)
-    )
-    want = oracle.run("scatter_pa_kv_cache", arguments).outputs
-    made.function(**arguments)
-    for name, expected in want.items():
-        np.testing.assert_array_equal(made.arrays[name], expected)
-    # the last token may end with the buffer, and not one element later
-    short = np.ascontiguousarray(fused.reshape(-1)[: (T - 1) * H * (DK + DV) + H * DK])
-    given = {"key": short, "value": None, "value_cache": None, "strides": (H * (DK + DV), 1)}
-    made.function(**made.arguments(**given, offsets=(0, 0)))
-    made.refused("key", "elements", **given, offsets=(1, 0))
-
-
 def test_no_tokens() -> None:
     for scenario in SCENARIOS:
         made = call(scenario)
@@ -309,7 +292,7 @@ def test_rank(name: str, scenario: str) -> None:
     made = call(scenario)
     own = made.arrays[name]
     if scenario == "nct" and name in ("key", "value"):
-        made.refused(name, "axis|0-d", **{name: np.array(3, own.dtype)})
+        made.refused(name, r"\[T, H, D\]|0-d", **{name: np.array(3, own.dtype)})
         return
     for array in (own[..., 0], own[None, None], np.zeros((), own.dtype)):
         if name.endswith("cache"):
@@ -327,15 +310,12 @@ def test_sizes(name: str, scenario: str) -> None:
     made = call(scenario)
     own = made.arrays[name]
     if scenario == "nct" and name in ("key", "value"):
-        made.refused(name, "elements", **{name: own.reshape(-1)[:-1]})
-        return
+        made.refused(name, "elements", **{name: own.reshape(-1)[:-1].copy()})
     for axis in range(own.ndim):
         for size in {0, own.shape[axis] - 1, own.shape[axis] + 1}:
             shape = list(own.shape)
             shape[axis] = size
             changed = np.zeros(shape, own.dtype)
-            if scenario == "nct" and size <= own.shape[axis] and axis >= 2:
-                continue  # a smaller cache row takes less of the buffer
             with pytest.raises(kvcore.ParamInvalidError) as caught:
                 made.run(**{name: changed})
             assert caught.value.argument in ARRAYS, caught.value
@@ -574,6 +554,8 @@ def test_strides_that_are_not_two_integers(name: str, numbers: Any) -> None:
 
 def test_strides_out_of_range() -> None:
     made = call("nct")
+    for name in ("key", "value"):  # of which no more is known than themselves
+        made.arrays[name] = made.arrays[name].copy()
     for bad in (0, -1, -(2**63), 2**63, 2**64 + 32, 10**30):
         for lane in (0, 1):
             numbers = [H * DK, H * DV]
@@ -590,16 +572,8 @@ def test_strides_out_of_range() -> None:
         made.refused("value", "elements", strides=(H * DK, H * DV), offsets=(0, big))
     # one token has no stride
     one = {"slot_mapping": np.array([3]), "value": None, "value_cache": None}
+    one["key"] = made.arrays["key"][:1]
     made.run(strides=(2**63 - 1, 1), **one)
-    made.refused("strides", "got None", kvcore.ParamNullError, strides=None)
-    made.refused("offsets", "got None", kvcore.ParamNullError, offsets=None)
-
-
-def test_nct_needs_a_contiguous_buffer() -> None:
-    made = call("nct")
-    wide = filled(T, H, 2 * DK)
-    for bad in (wide[..., ::2], wide[..., :DK], wide[:, ::-1, :DK]):
-        made.refused("key", "C-contiguous", key=bad)
 
 
 @pytest.mark.parametrize("name", ["dtype", "value_dtype"])

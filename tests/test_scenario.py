@@ -216,5 +216,5 @@ def test_calls_that_no_machine_accepts_raise_what_the_operator_raises() -> None:
         kvcore.scenario_of(**NORM | {"slot_mapping": ((4,), "float16")})
     with pytest.raises(ParamInvalidError, match=r"^key_cache: expected shape"):
         kvcore.scenario_of(**NORM | {"key_cache": ((8, 4, 64), "float16")})
-    with pytest.raises(ParamNullError, match=r"^strides: "):
-        kvcore.scenario_of(**NORM | {"scatter_mode": "Nct"})
+    with pytest.raises(ParamInvalidError, match=r"^strides: expected 2 integers"):
+        kvcore.scenario_of(**NORM | {"scatter_mode": "Nct", "strides": (1,)})

@@ -29,6 +29,7 @@ __all__ = [
     "changed",
     "dtype_name",
     "is_fixed",
+    "is_torch",
     "not_an_array",
     "numpy_dtype",
     "read",
@@ -96,7 +97,7 @@ def read(obj: Any, name: str) -> Reading:
     """Describe any array; raises ParamNullError or ParamInvalidError naming the argument."""
     if isinstance(obj, np.ndarray):
         return _numpy(obj, name, None, obj)
-    if _is_torch(obj):
+    if is_torch(obj):
         return _torch(obj, name)
     if obj is None or isinstance(obj, np.generic | str | int | float | list | tuple | dict):
         raise not_an_array(obj, name)
@@ -227,7 +228,7 @@ def _other_dtype(spelled: str, itemsize: int) -> np.dtype[Any] | None:
 
 def zeros_like(obj: Any, shape: tuple[int, ...], name: str) -> Any:
     """A new array of zeros of the same element type: a torch tensor for one, else numpy's."""
-    if not _is_torch(obj):
+    if not is_torch(obj):
         return np.zeros(shape, as_numpy(obj, name).dtype)
     read(obj, name)
     torch: Any = sys.modules["torch"]
@@ -252,7 +253,7 @@ def is_fixed(obj: Any) -> bool:
     """Whether the object's memory and shape cannot change while something keeps it exported."""
     return not (
         isinstance(obj, np.ndarray)
-        or _is_torch(obj)
+        or is_torch(obj)
         or hasattr(obj, "__kvcore_device_array__")
         or hasattr(obj, "__kvcore_array__")
         or hasattr(obj, "__array_interface__")
@@ -349,7 +350,8 @@ def torch_tensor_type() -> Any:
     return None if module is None else getattr(module, "Tensor", None)
 
 
-def _is_torch(obj: Any) -> bool:
+def is_torch(obj: Any) -> bool:
+    """Whether it is a torch tensor; torch is not imported to find out."""
     module = sys.modules.get("torch")
     return module is not None and isinstance(obj, getattr(module, "Tensor", ()))
 

@@ -11,6 +11,7 @@ cdef class Spec:
     cdef public tuple warnings         # KVPortabilityWarning texts, given at each call
     cdef readonly object soc
     cdef public object value_quirks    # called with the plan once its values are checked, or None
+    cdef public tuple reaches          # reach.Reach of arguments not read as views, or None
     # (place, place before, slot there) -> text of a warning, where repeated slots are warned of
     cdef public object repeat_text
     cdef tuple noted                   # indices of the arrays whose numbers value_quirks reads
@@ -42,6 +43,7 @@ cdef class Plan:
     cdef bint unproven                 # Python code may have run since the views were read
     cdef dict numbers                  # private copies of the arrays in spec.noted
     cdef object result                 # what a run returns, made before the last look
+    cdef bint beyond                   # a reach leaves its view: its memory is looked up
     cdef int64_t* scratch              # private copies of index arrays
     cdef int64_t scratch_size
     cdef int order                     # of the last slots: DISTINCT, REPEATED or 0, not known
@@ -58,6 +60,8 @@ cdef class Plan:
     cdef int prepare(self) except -1
     cdef int verify(self, bint everything) except -1
     cdef int announce(self) except -1
+    cdef int reach(self) except -1
+    cdef int reach_again(self) except -1
     cdef object changed(self, int i)
     cdef int enter(self) except -1
     cdef object at_once(self)

@@ -7,11 +7,13 @@ from numpy.typing import NDArray
 
 from kvcore._core.arrays import ArrayInfo
 from kvcore._core.overlap import Access
+from kvcore._core.reach import Reach
 from kvcore.soc import SoC
 
 class Spec:
     warnings: tuple[str, ...]
     value_quirks: Callable[[Plan], None] | None
+    reaches: tuple[Reach, ...] | None
     repeat_text: Callable[[int, int, int], str] | None
     def __init__(
         self,

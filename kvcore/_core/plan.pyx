@@ -39,7 +39,7 @@ from libc.string cimport memcpy, strncmp
 import numpy
 
 from kvcore import isa as _isa, soc as _soc, threads as _threads
-from kvcore._core import overlap, portability, settings
+from kvcore._core import overlap, portability, reach as _reach, settings
 from kvcore._core.arrays cimport (
     ON_DEVICE,
     OPAQUE,
@@ -262,6 +262,8 @@ cdef class Plan:
         everything: also what matters for the meaning of the bytes only, not for their place.
         """
         cdef int i
+        if self.beyond:
+            self.reach_again()
         if self.asks if everything else self.opaque:
             for i in range(self.operator.n_arrays):
                 if everything or self.views[i].way == OPAQUE:
@@ -305,6 +307,31 @@ cdef class Plan:
         if self.numbers is None or i not in self.numbers:
             raise ValueError(f"{argument}: expected an argument that value_quirks names, and then")
         return self.numbers[i]
+
+    cdef int reach(self) except -1:
+        """Take the extents of what is read in place of the views'; raise where that is no memory.
+
+        The signature does not know what lies behind a view, so each plan looks.  Numbers alone are
+        compared unless a read leaves its view.
+        """
+        for one in self.spec.reaches:
+            view = &self.views[<int>one.argument]
+            if one.start < view.low or one.end > view.high:
+                self.beyond = True
+        if self.beyond:
+            self.unproven = True
+            self.reach_again()
+        for one in self.spec.reaches:
+            view = &self.views[<int>one.argument]
+            view.low = one.start
+            view.high = one.end
+        return 0
+
+    cdef int reach_again(self) except -1:
+        infos = self.infos()
+        for one in self.spec.reaches:
+            _reach.check(one, infos[one.argument], self.arrays[one.argument])
+        return 0
 
     cdef object changed(self, int i):
         """The error for an array that is no longer what was planned."""
@@ -547,6 +574,8 @@ cdef class Operator:
         else:
             spec = <Spec>found
         plan.spec = spec
+        if spec.reaches is not None:
+            plan.reach()
         self.keep_apart(plan, spec)
         if spec.warnings:
             plan.unproven = True
@@ -600,7 +629,10 @@ cdef class Operator:
                 meeting = PyBytes_FromStringAndSize(<char*>where, sizeof(where))
                 if meeting not in spec.disjoint:
                     plan.unproven = True
-                    overlap.check_apart(plan.infos(), i, j)
+                    infos = plan.infos()
+                    if spec.reaches is not None:
+                        infos = _reach.as_read(infos, spec.reaches)
+                    overlap.check_apart(infos, i, j)
                     if len(spec.disjoint) >= MAX_DISJOINT:
                         spec.disjoint.clear()
                     spec.disjoint.add(meeting)

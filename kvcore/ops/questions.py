@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvcore._core import reach
 from kvcore._core.plan import Operator
-from kvcore.errors import ParamInvalidError
+from kvcore._core.reach import Reach
+from kvcore.errors import ParamInvalidError, fail
 from kvcore.ops import (
     checks,
     gather_pa,
@@ -18,7 +21,7 @@ from kvcore.ops import (
     scatter_pa,
     scatter_rules,
 )
-from kvcore.ops.stand_in import info_of
+from kvcore.ops.stand_in import StandIn, info_of
 from kvcore.soc import PROFILES
 
 __all__ = ["QUESTIONS", "Answer", "Question"]
@@ -58,7 +61,10 @@ class Question:
             for name in self.operator.arguments
         )
         params = self.params(words)
-        self.operator.spec_for(infos, params, None)
+        spec = self.operator.spec_for(infos, params, None)
+        for one in spec.reaches or ():
+            name = self.operator.arguments[one.argument]
+            _check_reach(one, infos[one.argument], given[name])
         number = None if self.classify is None else self.classify(infos, params).number
         runs: dict[str, str | None] = {}
         warnings: dict[str, tuple[str, ...]] = {}
@@ -72,6 +78,15 @@ class Question:
                 if spec.warnings:
                     warnings[name] = spec.warnings
         return Answer(number, runs, warnings)
+
+
+def _check_reach(one: Reach, info: Any, value: Any) -> None:
+    """Raise where memory that is known ends before what is read; a pair that is no flat buffer
+    may be the view of any."""
+    if not isinstance(info, StandIn):
+        reach.check(one, info, value)
+    elif len(info.shape) != len(one.shape) and one.end > math.prod(info.shape) * info.itemsize:
+        fail(info.name, one.expected, math.prod(info.shape))
 
 
 def _scatter_params(words: Words) -> tuple[Any, ...]:

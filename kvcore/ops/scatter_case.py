@@ -59,6 +59,14 @@ class Case:
     strides: tuple[int, ...]
     offsets: tuple[int, ...]
 
+    def nct_items(self, lane: int) -> int:
+        """Items from a lane's first one to the end of its last token in Nct; 0 without tokens."""
+        if self.tokens == 0:
+            return 0
+        size = self.value_head_size if lane else self.head_size
+        before = (self.tokens - 1) * self.strides[lane] + self.offsets[lane]
+        return before + self.heads * size
+
     def lanes(self) -> list[tuple[int, int, int]]:
         """(source argument, cache argument, head size) per lane."""
         both = [

@@ -13,9 +13,10 @@ from typing import Any
 from kvcore._core.lanes import NZ_BYTES, Lane, make_lane
 from kvcore._core.paged import SlotSpec
 from kvcore._core.plan import Operator, Plan, Spec
+from kvcore._core.reach import Reach
 from kvcore.ops import checks, compress, soc_scatter
 from kvcore.ops.scatter_case import ARGUMENTS, SLOT_MAPPING, Case, Infos
-from kvcore.ops.scatter_rules import classify
+from kvcore.ops.scatter_rules import classify, nct_rule
 from kvcore.soc import SoC
 
 __all__ = [
@@ -83,7 +84,7 @@ def _resolve_key(infos: Infos, params: tuple[Any, ...], soc: SoC | None) -> Spec
 def _slot_spec(case: Case, soc: SoC | None) -> Spec:
     outputs = tuple(cache_arg for _, cache_arg, _ in case.lanes())
     lanes = [_row_lane(case, i, *lane) for i, lane in enumerate(case.lanes())]
-    return SlotSpec(
+    spec = SlotSpec(
         outputs,
         lanes,
         case.tokens,
@@ -93,6 +94,23 @@ def _slot_spec(case: Case, soc: SoC | None) -> Spec:
         SLOT_MAPPING,
         (),
         soc,
+    )
+    if case.rule == "Nct" and spec.num_tokens and spec.token_bytes:
+        spec.reaches = tuple([_reach(case, i, *lane) for i, lane in enumerate(case.lanes())])
+    return spec
+
+
+def _reach(case: Case, lane: int, source_arg: int, cache_arg: int, head_size: int) -> Reach:
+    source = case.infos[source_arg]
+    assert source is not None
+    item, stride = source.itemsize, case.strides[lane] * source.itemsize
+    return Reach(
+        source_arg,
+        case.offsets[lane] * item,
+        case.nct_items(lane) * item,
+        (case.tokens, case.heads, head_size),
+        (stride if case.tokens > 1 else 0, head_size * item, item),
+        nct_rule(case, lane),
     )
 
 
@@ -134,8 +152,9 @@ def scatter_pa_kv_cache(
                   writes nothing; of repeated slots the last token wins.
     value, value_cache: as key and key_cache, with a head size of their own; None for both is
                   key only.
-    strides, offsets: two integers each, with scatter_mode "Nct" only: token i's H*Dk elements
-                  begin at element i*strides[0] + offsets[0] of key, a flat buffer (value: index 1).
+    strides, offsets: two integers each, with scatter_mode "Nct" only, (1, 1) and (0, 0) by default:
+                  token i's H*Dk elements begin at element i*strides[0] + offsets[0] behind the
+                  first one of key, a view [T, H, Dk] of a fused buffer (value: index 1).
     compress_lens, compress_seq_offset, seq_lens: with "Alibi", "Rope", "Omni" and 4-D keys; see
                   docs/operators.md.
     dtype, value_dtype: names of the types of raw unsigned arrays ("bfloat16", "float4_e2m1", ...).

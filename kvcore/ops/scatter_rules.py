@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from kvcore._core.adopt import MAX_EXTENT
 from kvcore._core.arrays import ArrayInfo
 from kvcore._core.lanes import NZ_BYTES
 from kvcore.dtypes import DType
@@ -24,7 +25,7 @@ from kvcore.ops.scatter_case import (
     Infos,
 )
 
-__all__ = ["classify"]
+__all__ = ["classify", "nct_rule"]
 
 CACHE_MODES = ("Norm", "PA_NZ")
 SCATTER_MODES = ("None", "Alibi", "Rope", "Omni", "Nct", "NHSD")
@@ -190,13 +191,9 @@ def _dtypes(
 
 
 def _nct_numbers(value: Any, name: str, least: int) -> tuple[int, ...]:
+    """Two numbers that count; None is what the documents have as the default, the least ones."""
     if value is None:
-        raise ParamNullError(
-            f"{name}: expected two integers with scatter_mode 'Nct', got None",
-            argument=name,
-            seen=None,
-            expected="two integers",
-        )
+        return least, least
     numbers = checks.integers(value, name, 2)
     for i, number in enumerate(numbers):
         if not least <= number <= checks.INT64_MAX:
@@ -286,28 +283,31 @@ def _check_nct(case: Case) -> None:
         source, cache = case.infos[source_arg], case.infos[cache_arg]
         assert source is not None
         assert cache is not None
-        if len(source.shape) == 0:
-            checks.fail(source.name, "a buffer of at least one axis", "a 0-d array")
-        if not _c_contiguous(source):
+        if len(source.shape) == 3:
+            wanted = (case.tokens, case.heads, head_size)
+            checks.shape(
+                source, wanted, f"[T, H, D] in Nct: T of slot_mapping, H and D of {cache.name}"
+            )
+        elif len(source.shape) == 0 or not _c_contiguous(source):
             checks.fail(
                 source.name,
-                "a C-contiguous buffer in Nct (pass the whole fused storage)",
-                f"strides {source.strides} bytes",
+                "shape [T, H, D], a view of the fused buffer, or a C-contiguous buffer in Nct",
+                f"shape {list(source.shape)}, strides {list(source.strides)} bytes",
             )
-        size = 1
-        for n in source.shape:
-            size *= n
-        needed = 0
-        if case.tokens:
-            needed = (case.tokens - 1) * case.strides[lane] + case.offsets[lane]
-            needed += case.heads * head_size
-        if needed > size:
-            checks.fail(
-                source.name,
-                f"at least {needed} elements ((T-1) * stride + offset + H*D with T {case.tokens}, "
-                f"stride {case.strides[lane]}, offset {case.offsets[lane]})",
-                size,
-            )
+        if case.nct_items(lane) * source.itemsize > MAX_EXTENT:
+            size = 1
+            for n in source.shape:
+                size *= n
+            checks.fail(source.name, nct_rule(case, lane), size)
+
+
+def nct_rule(case: Case, lane: int) -> str:
+    """What a lane's memory must hold in Nct, for an error."""
+    return (
+        f"at least {case.nct_items(lane)} elements of memory from its first one on "
+        f"((T-1) * stride + offset + H*D with T {case.tokens}, stride {case.strides[lane]}, "
+        f"offset {case.offsets[lane]})"
+    )
 
 
 def _c_contiguous(info: ArrayInfo) -> bool:

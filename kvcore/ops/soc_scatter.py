@@ -50,6 +50,8 @@ def check_scatter(case: Any, soc: SoC, operator: str = KEY_VALUE) -> tuple[str, 
     _check_scenario(case, soc, operator)
     if case.number == 1:
         _check_nz(case, soc)
+    elif case.rule == "Nct":
+        _check_nct(case, soc)
     elif case.number == 7:
         _check_nhsd(case, soc)
     slots = case.blocks * case.block_size
@@ -119,6 +121,18 @@ def _check_nz(case: Any, soc: SoC) -> None:
         fail("key_cache", f"block_size < {most + 1} in PA_NZ on {soc.name}", case.block_size)
     if soc.name != "950" and case.value_dtype.name == "int8" and case.dtype.name != "int8":
         fail("value", f"int8 only beside an int8 key on {soc.name}", f"int8 beside {case.dtype}")
+
+
+def _check_nct(case: Any, soc: SoC) -> None:
+    for source_arg, _, head_size in case.lanes():
+        source = case.infos[source_arg]
+        if len(source.shape) != 3:
+            wanted = [case.tokens, case.heads, head_size]
+            fail(
+                source.name,
+                f"shape {wanted} ([T, H, D], a view of the fused buffer) in Nct on {soc.name}",
+                list(source.shape),
+            )
 
 
 def _check_nhsd(case: Any, soc: SoC) -> None:

@@ -59,10 +59,10 @@ def plans() -> tuple[list[Any], list[calls.Placed]]:
         value=np.zeros((9, 2, 16), np.float16),
     )
     nct = calls.Placed(
-        key=np.ones(512, np.float16),
+        key=np.ones((4, 2, 16), np.float16),
         key_cache=np.zeros((2, 4, 2, 16), np.float16),
         slot_mapping=np.array([0, 3, 5, 6], np.int32),
-        value=np.ones(512, np.float16),
+        value=np.ones((4, 2, 16), np.float16),
         value_cache=np.zeros((2, 4, 2, 16), np.float16),
     )
     made = [
@@ -70,7 +70,7 @@ def plans() -> tuple[list[Any], list[calls.Placed]]:
         kvcore.plan_scatter_pa_kv_cache(**key_only),
         kvcore.plan_scatter_pa_kv_cache(**host_slots, backend="aclnn"),
         kvcore.plan_scatter_pa_kv_cache(
-            **nct.arrays, scatter_mode="Nct", strides=(64, 64), offsets=(0, 32)
+            **nct.arrays, scatter_mode="Nct", strides=(32, 16), offsets=(0, 32)
         ),
         kvcore.plan_kv_cache_update(**update.arrays, layer_id=1),
         kvcore.plan_gather_pa_kv_cache(**gather.arrays),

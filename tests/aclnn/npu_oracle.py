@@ -68,11 +68,17 @@ def _bytes(array: Array) -> Array:
     return np.frombuffer((ctypes.c_uint8 * (high - low)).from_address(low), np.uint8)
 
 
+def nct_sources(arguments: dict[str, Any]) -> frozenset[str]:
+    """Arguments that are read by the memory behind them, whatever their strides."""
+    is_nct = arguments.get("scatter_mode") == "Nct" and arguments.get("cache_mode") != "PA_NZ"
+    return frozenset({"key", "value"}) if is_nct else frozenset()
+
+
 class Placed:
     """Arguments with their plain arrays on the device.
 
     dense:   each array in memory of its own, contiguous; else arrays of one base share memory, as
-             they do on the host.
+             they do on the host.  Sources of Nct keep the memory that they are views of.
     on_host: names of index arrays that stay where they are.
     dtypes:  what arrays of a dtype are said to hold there, where that is another name.
     """
@@ -85,22 +91,21 @@ class Placed:
         dtypes: dict[str, str] | None = None,
     ) -> None:
         self.arguments: dict[str, Any] = {}
-        self._dense = dense
         self._dtypes = dtypes or {}
         self._made: list[DeviceArray] = []
-        self._regions: dict[int, tuple[Array, DeviceMemory]] = {}
+        self._regions: dict[int, tuple[Array, DeviceMemory, bool]] = {}
         for name, value in arguments.items():
             plain = type(value) is np.ndarray and value.dtype.isnative
             if plain and name not in on_host:
-                value = self._place(value)
+                value = self._place(value, dense and name not in nct_sources(arguments))
             self.arguments[name] = value
 
-    def _place(self, array: Array) -> There:
+    def _place(self, array: Array, dense: bool) -> There:
         dtype = self._dtypes.get(array.dtype.name, array.dtype.name)
-        if self._dense:
+        if dense:
             if id(array) not in self._regions:
                 raw = np.frombuffer(array.tobytes(), np.uint8)
-                self._regions[id(array)] = array, DeviceArray.of(raw).memory
+                self._regions[id(array)] = array, DeviceArray.of(raw).memory, True
             memory = self._regions[id(array)][1]
             like = np.ndarray(array.shape, array.dtype)
             like.flags.writeable = array.flags.writeable
@@ -108,7 +113,7 @@ class Placed:
         root = _root(array)
         low = np.lib.array_utils.byte_bounds(root)[0]
         if low not in self._regions:
-            self._regions[low] = root, DeviceArray.of(_bytes(root)).memory
+            self._regions[low] = root, DeviceArray.of(_bytes(root)).memory, False
         return There(self._regions[low][1], array, array.ctypes.data - low, self._made, dtype)
 
     def __enter__(self) -> Placed:
@@ -123,8 +128,8 @@ class Placed:
         """What the arrays hold now, to the device."""
         cann = library.current()
         with cann.on_device(0):
-            for array, memory in self._regions.values():
-                here = array.tobytes() if self._dense else _bytes(array)
+            for array, memory, dense in self._regions.values():
+                here = array.tobytes() if dense else _bytes(array)
                 raw = np.frombuffer(here, np.uint8)
                 if raw.size:
                     copies.to_device(cann, memory.address, raw.ctypes.data, raw.nbytes)
@@ -134,14 +139,14 @@ class Placed:
         cann = library.current()
         with cann.on_device(0):
             cann.aclrtSynchronizeDevice()
-            for array, memory in self._regions.values():
-                here = array.tobytes() if self._dense else _bytes(array)
+            for array, memory, dense in self._regions.values():
+                here = array.tobytes() if dense else _bytes(array)
                 now = np.empty(len(here), np.uint8)
                 if now.size:
                     copies.to_host(cann, now.ctypes.data, memory.address, now.nbytes)
                 if not array.flags.writeable:
                     assert bytes(here) == now.tobytes()
-                elif self._dense:
+                elif dense:
                     if bytes(here) != now.tobytes():
                         array[...] = np.frombuffer(now, array.dtype).reshape(array.shape)
                 else:
@@ -149,7 +154,7 @@ class Placed:
 
     def free(self) -> None:
         """Give the memory back."""
-        for _, memory in self._regions.values():
+        for _, memory, _ in self._regions.values():
             memory.free()
         for answer in self._made:
             answer.free()

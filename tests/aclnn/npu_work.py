@@ -73,13 +73,13 @@ def scatter_nz() -> bool:
 def nct() -> bool:
     """A fused buffer."""
     arrays = {
-        "key": values(512),
-        "value": values(512),
+        "key": values(4, 2, 16),
+        "value": values(4, 2, 16),
         "key_cache": values(2, 4, 2, 16),
         "value_cache": values(2, 4, 2, 16),
         "slot_mapping": np.array([0, 5, 2, 7], np.int32),
     }
-    given = {"scatter_mode": "Nct", "strides": (96, 64), "offsets": (32, 0)}
+    given = {"scatter_mode": "Nct", "strides": (20, 16), "offsets": (32, 0)}
     return agrees("scatter_pa_kv_cache", arrays, BOTH, **given)
 
 

@@ -35,7 +35,9 @@ class ScatterCall(Call):
         self.cache_mode = cache_mode or "Norm"
         # Under PA_NZ a scatter mode means nothing, and CANN's tiling wants none.
         self.scatter_mode = (scatter_mode or "None") if self.cache_mode == "Norm" else "None"
-        self.strides, self.offsets = strides, offsets
+        # A2's and A3's tiling reads both arrays in Nct, so that the defaults are passed too.
+        self.strides = (1, 1) if strides is None else strides
+        self.offsets = (0, 0) if offsets is None else offsets
         key_type = dtype_named(dtype)
         value_type = dtype_named(value_dtype) or key_type
         for i in (KEY, KEY_CACHE):
@@ -64,6 +66,10 @@ class ScatterCall(Call):
             return {"key_cache": 1, "value_cache": 1}
         return {}
 
+    def counts_itself(self, argument: Argument) -> bool:
+        """Nct's sources: tokens are counted in elements from the first one of the view."""
+        return self.scatter_mode == "Nct" and argument.name in ("key", "value")
+
     def prepare(self) -> None:
         """What follows from the arguments once they are accepted."""
         sources = [self.arguments[KEY], self.arguments[VALUE]]
@@ -76,13 +82,14 @@ class ScatterCall(Call):
                 self.arguments[VALUE] = self._rows(VALUE, VALUE_CACHE)
 
     def _rows(self, source: int, cache: int) -> Argument:
-        """A fused buffer as CANN wants it described: contiguous [T, H, D] at its beginning."""
+        """A view of a fused buffer as CANN wants it described: contiguous [T, H, D] from its first
+        element on, whatever its strides."""
         flat, pages = self.arguments[source], self.arguments[cache]
         assert flat is not None
         assert pages is not None
         tokens = self.argument("slot_mapping").shape[0]
         shape = (tokens, *pages.shape[-2:])
-        if source in self.copied:  # it is contiguous by the operator's own rules
+        if source in self.copied:
             fail(flat.name, "device memory with Nct", "host memory")
         found = flat.seen_as(shape, contiguous_strides(shape, flat.itemsize))
         room = found.base + found.storage_bytes - found.address

@@ -143,13 +143,14 @@ def _nz(random: np.random.Generator) -> Case:
 
 def _nct(random: np.random.Generator) -> Case:
     arrays: Arrays = {
-        "key": _values(random, (9 * 512,), np.float16),
-        "value": _values(random, (9 * 512,), np.float16),
+        "key": _values(random, (9, 2, 64), np.float16),
+        "value": _values(random, (9, 2, 64), np.float16),
         "key_cache": _values(random, (4, 16, 2, 64), np.float16),
         "value_cache": _values(random, (4, 16, 2, 64), np.float16),
         "slot_mapping": _slots(random, 9, 64),
     }
-    # Small enough for the 950's tiling, which wants T * stride + offset <= (T-1) * H * D.
+    # Tokens that overlap, so that they fit the memory of an array [T, H, D] and the 950's tiling,
+    # which wants T * stride + offset <= (T-1) * H * D.
     options = {"scatter_mode": "Nct", "strides": (96, 96), "offsets": (0, 128)}
     return Case("ScatterPaKvCache, Nct", "scatter_pa_kv_cache", arrays, BOTH, options)
 
