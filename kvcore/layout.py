@@ -9,17 +9,16 @@ operators take; a result is a torch tensor for a torch argument and a numpy arra
 
 from __future__ import annotations
 
-import math
 import operator
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvcore._core import adopt
 from kvcore._core.arrays import ArrayInfo, read
-from kvcore._core.lanes import NZ_BYTES, make_lane
-from kvcore._core.overlap import check_apart, check_self
+from kvcore._core.lanes import NZ_BYTES, Level, join, make_lane
+from kvcore._core.overlap import check_self
 from kvcore._core.paged import RangeSpec
 from kvcore._core.plan import Operator, Spec
 from kvcore.errors import fail, shown
@@ -27,7 +26,21 @@ from kvcore.errors import fail, shown
 __all__ = ["nd_to_nz", "nz_to_nd", "paged_nd_to_nz", "paged_nz_to_nd"]
 
 Array = Any
-ND, NZ = 0, 1
+Shape = tuple[int, ...]
+
+
+class Side(NamedTuple):
+    """One side of a conversion: byte steps of its loops.  Of an axis of one a step is 0.
+
+    lead: of the axes in front; head, item: of ND's last two axes, or head, column of NZ's; cell:
+    within a column, 0 for ND.
+    """
+
+    lead: Shape
+    row: int
+    head: int
+    item: int
+    cell: int = 0
 
 
 def nd_to_nz(x: Array, out: Array = None) -> Array:
@@ -42,9 +55,7 @@ def nd_to_nz(x: Array, out: Array = None) -> Array:
     if width % c0:
         fail("x", f"a last axis that is a multiple of {c0} (32 bytes)", width)
     result = _result(x, info, out, (*lead, width // c0, rows, c0))
-    nd = adopt.as_raw(x, "x").reshape(*lead, rows, 1, width)
-    nz = adopt.as_raw(result, "out").reshape(*lead, 1, width // c0, rows, c0, copy=False)
-    _convert(nd, nz, len(lead), to_nz=True)
+    _LAYOUT.call((x, result), (info.shape, True), None, "cpu")
     return result
 
 
@@ -55,9 +66,7 @@ def nz_to_nd(x: Array, out: Array = None) -> Array:
     if cell != _c0(info):
         fail("x", f"a last axis of {_c0(info)} (32 bytes)", cell)
     result = _result(x, info, out, (*lead, rows, columns * cell))
-    nz = adopt.as_raw(x, "x").reshape(*lead, 1, columns, rows, cell, copy=False)
-    nd = adopt.as_raw(result, "out").reshape(*lead, rows, 1, columns * cell, copy=False)
-    _convert(nd, nz, len(lead), to_nz=False)
+    _LAYOUT.call((x, result), (info.shape, False), None, "cpu")
     return result
 
 
@@ -76,18 +85,16 @@ def paged_nd_to_nz(cache: Array, five: bool = False, out: Array = None) -> Array
         what = "D" if five else "H*D"
         fail("cache", f"{what} that is a multiple of {c0} (32 bytes)", list(info.shape))
     if five:
-        shape: tuple[int, ...] = (blocks, heads, size // c0, block_size, c0)
+        shape: Shape = (blocks, heads, size // c0, block_size, c0)
     else:
         shape = (blocks, heads * size // c0, block_size, c0)
     result = _result(cache, info, out, shape)
-    raw, target = adopt.as_raw(cache, "cache"), adopt.as_raw(result, "out")
-    if size % c0 == 0:
-        nz = target.reshape(blocks, heads, size // c0, block_size, c0, copy=False)
-        _convert(raw, nz, 1, to_nz=True)
-    else:  # columns that span heads: read through rows of H*D
-        nd = raw.reshape(blocks, block_size, 1, heads * size)
-        nz = target.reshape(blocks, 1, heads * size // c0, block_size, c0, copy=False)
-        _convert(nd, nz, 1, to_nz=True)
+    if size % c0 == 0 or _heads_follow(info.shape, info.strides):
+        _PAGED.call((cache, result), (info.shape, heads, True, False), None, "cpu")
+    else:  # columns that span heads which lie apart
+        packed = np.empty(info.shape, f"u{info.itemsize}")
+        _COPY.call((cache, packed), (info.shape,), None, "cpu")
+        _PAGED.call((packed, result), (info.shape, heads, True, True), None, "cpu")
     return result
 
 
@@ -110,16 +117,15 @@ def paged_nz_to_nd(cache: Array, num_heads: int | None = None, out: Array = None
         if width % heads:
             fail("num_heads", f"a divisor of H*D = {width}", heads)
         size = width // heads
-    result = _result(cache, info, out, (blocks, block_size, heads, size))
-    raw, target = adopt.as_raw(cache, "cache"), adopt.as_raw(result, "out")
-    if size % c0 == 0:
-        nz = raw.reshape(blocks, heads, size // c0, block_size, c0, copy=False)
-        _convert(target, nz, 1, to_nz=False)
+    shape = (blocks, block_size, heads, size)
+    result = _result(cache, info, out, shape)
+    into = read(result, "out")
+    if size % c0 == 0 or _heads_follow(shape, into.strides):
+        _PAGED.call((cache, result), (info.shape, heads, False, False), None, "cpu")
     else:
-        rows = np.empty((blocks, block_size, 1, heads * size), raw.dtype)
-        nz = raw.reshape(blocks, 1, info.shape[1], block_size, c0, copy=False)
-        _convert(rows, nz, 1, to_nz=False)
-        np.copyto(target, rows.reshape(target.shape))
+        packed = np.empty(shape, f"u{info.itemsize}")
+        _PAGED.call((cache, packed), (info.shape, heads, False, True), None, "cpu")
+        _COPY.call((packed, result), (shape,), None, "cpu")
     return result
 
 
@@ -148,73 +154,175 @@ def _open(x: Array, name: str, least: int, axes: str, most: int = 6) -> ArrayInf
     return info
 
 
-def _result(x: Array, info: ArrayInfo, out: Array, shape: tuple[int, ...]) -> Array:
-    if out is None:
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(x, torch.Tensor):
-            return torch.empty(shape, dtype=x.dtype)
-        kind = getattr(x, "dtype", None)
-        if isinstance(kind, np.dtype):
-            return np.empty(shape, kind)
-        assert info.dtype is not None
-        return np.empty(shape, adopt.numpy_dtype(info.dtype) or info.dtype.raw)
-    found = read(out, "out")
-    if found.shape != shape:
-        fail("out", f"shape {list(shape)}", list(found.shape))
-    if found.dtype is not info.dtype:
-        fail("out", f"dtype {info.dtype_name}", found.dtype_name)
-    if found.read_only:
+def _result(x: Array, info: ArrayInfo, out: Array, shape: Shape) -> Array:
+    """``out``, which the operator checks, or a new array."""
+    if out is not None:
+        _check_out(read(out, "out"), info, shape)
+        return out
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return torch.empty(shape, dtype=x.dtype)
+    kind = getattr(x, "dtype", None)
+    if isinstance(kind, np.dtype):
+        return np.empty(shape, kind)
+    assert info.dtype is not None
+    return np.empty(shape, adopt.numpy_dtype(info.dtype) or info.dtype.raw)
+
+
+def _check_out(out: ArrayInfo, info: ArrayInfo, shape: Shape, *, as_bits: bool = False) -> None:
+    if out.shape != shape:
+        fail("out", f"shape {list(shape)}", list(out.shape))
+    if out.itemsize != info.itemsize or (out.dtype is not info.dtype and not as_bits):
+        fail("out", f"dtype {info.dtype_name}", out.dtype_name)
+    if out.read_only:
         fail("out", "a writable array", "a read-only one")
-    if found.on_device:
+    if out.on_device:
         fail("out", "an array on the host", "a device tensor")
-    check_self(found)
-    # Here, before anything is written: a conversion may be made of several calls.
-    check_apart((found, info), 0, 1)
-    return out
+    check_self(out)
 
 
-def _convert(nd: Any, nz: Any, lead: int, *, to_nz: bool) -> None:
-    """nd [lead..., rows, H, D] and nz [lead..., H, D // c0, rows, c0], one into the other."""
-    if lead == 0:
-        nd, nz = nd[None], nz[None]
-    elif lead > 1:
-        count = math.prod(nd.shape[:lead])
-        try:
-            flat = nd.reshape(count, *nd.shape[lead:], copy=False)
-            nz = nz.reshape(count, *nz.shape[lead:], copy=False)
-        except ValueError:  # strides that one axis cannot express
-            for one, other in zip(nd, nz, strict=True):
-                _convert(one, other, lead - 1, to_nz=to_nz)
-            return
-        nd = flat
-    # These arrays are on the host, whatever backend calls are sent to.
-    _LAYOUT.call((nd, nz), (to_nz,), None, "cpu")
-
-
-def _resolve(infos: tuple[ArrayInfo, ...], params: tuple[bool], soc: object) -> Spec:
-    nd, nz = infos
-    blocks, rows, heads, size = nd.shape
-    c0 = _c0(nd)
-    lane = make_lane(
-        ND,
-        NZ,
-        tok_inner=max(rows, 1),
-        tok_outer_stride=nd.strides[0],
-        tok_stride=nd.strides[1],
-        block_stride=nz.strides[0],
-        row_stride=nz.strides[3],
-        levels=[
-            (heads, nd.strides[2], nz.strides[1]),
-            (size // c0, c0 * nd.strides[3], nz.strides[2]),
-            (c0, nd.strides[3], nz.strides[4]),
-        ],
-        item_bytes=nd.itemsize,
-        nz=True,
+def _steps(info: ArrayInfo) -> Shape:
+    # The stride of an axis of one says nothing and may be anything.
+    return tuple(
+        [step if size > 1 else 0 for size, step in zip(info.shape, info.strides, strict=True)]
     )
-    (to_nz,) = params
-    return RangeSpec(
-        (NZ if to_nz else ND,), [lane], blocks * rows, max(rows, 1), blocks * rows, None, not to_nz
+
+
+def _heads_follow(shape: Shape, strides: Shape) -> bool:
+    """Whether the last two axes are one: a head's items end where the next head's begin."""
+    *_, heads, size = shape
+    return heads <= 1 or size <= 1 or strides[-2] == size * strides[-1]
+
+
+# A conversion's resolver sees the arrays anew. Between the public function's look at them and this
+# one any code may have run, so shapes are compared with those that its checks were about.
+
+
+def _seen(info: ArrayInfo, shape: Shape) -> ArrayInfo:
+    if info.shape != shape:
+        fail(info.name, f"shape {list(shape)} to its end", list(info.shape))
+    return info
+
+
+def _resolve(infos: tuple[ArrayInfo, ...], params: tuple[Any, ...], soc: object) -> Spec:
+    """x [..., rows, C] and [..., C // c0, rows, c0], one into the other."""
+    shape, to_nz = params
+    info, out = _seen(infos[0], shape), infos[1]
+    c0 = _c0(info)
+    if to_nz:
+        *lead, rows, width = shape
+        _check_out(out, info, (*lead, width // c0, rows, c0))
+        nd, nz = _steps(info), _steps(out)
+    else:
+        *lead, columns, rows, _ = shape
+        width = columns * c0
+        _check_out(out, info, (*lead, rows, width))
+        nd, nz = _steps(out), _steps(info)
+    return _between(
+        tuple(lead),
+        rows,
+        1,
+        width,
+        Side(nd[:-2], nd[-2], 0, nd[-1]),
+        Side(nz[:-3], nz[-2], 0, nz[-3], nz[-1]),
+        info.itemsize,
+        to_nz=to_nz,
+    )
+
+
+def _resolve_paged(infos: tuple[ArrayInfo, ...], params: tuple[Any, ...], soc: object) -> Spec:
+    """[nb, bs, H, D] and PA_NZ, one into the other."""
+    shape, heads, to_nz, as_bits = params
+    info, out = _seen(infos[0], shape), infos[1]
+    c0 = _c0(info)
+    nd, nz = (info, out) if to_nz else (out, info)
+    five = len(nz.shape) == 5
+    if to_nz:
+        blocks, rows, _, size = shape
+        columns = (heads, size // c0) if five else (heads * size // c0,)
+        wanted: Shape = (blocks, *columns, rows, c0)
+    else:
+        blocks, rows = shape[0], shape[-2]
+        size = shape[2] * c0 if five else shape[1] * c0 // heads
+        wanted = (blocks, rows, heads, size)
+    _check_out(out, info, wanted, as_bits=as_bits)
+    nd_step, nz_step = _steps(nd), _steps(nz)
+    head, item = nd_step[2], nd_step[3]
+    if size % c0:  # columns span heads, which follow each other
+        if not _heads_follow(nd.shape, nd.strides):
+            fail(nd.name, "heads that follow each other to its end", list(nd.strides))
+        item = item if size > 1 else head
+        heads, head, size = 1, 0, heads * size
+    column = nz_step[-3]
+    between = nz_step[1] if five else size // c0 * column
+    return _between(
+        (blocks,),
+        rows,
+        heads,
+        size,
+        Side(nd_step[:1], nd_step[1], head, item),
+        Side(nz_step[:1], nz_step[-2], between, column, nz_step[-1]),
+        info.itemsize,
+        to_nz=to_nz,
+    )
+
+
+def _between(
+    lead: Shape, rows: int, heads: int, size: int, nd: Side, nz: Side, item_bytes: int, *,
+    to_nz: bool,
+) -> Spec:  # fmt: skip
+    """lead axes of [rows, H, D] and of [H, D // c0, rows, c0], one into the other."""
+    c0 = NZ_BYTES // item_bytes
+    levels = [
+        (heads, nd.head, nz.head),
+        (size // c0, c0 * nd.item, nz.item),
+        (c0, nd.item, nz.cell),
+    ]
+    return _moved(lead, rows, nd, nz, levels, item_bytes, forth=to_nz, nz=True)
+
+
+def _moved(
+    lead: Shape, rows: int, linear: Side, paged: Side, levels: list[Level], item_bytes: int, *,
+    forth: bool, nz: bool,
+) -> Spec:  # fmt: skip
+    """Rows from the linear side to the paged one, or back; argument 0 is read, 1 written."""
+    outer = join(zip(lead, linear.lead, paged.lead, strict=True))
+    blocks, tok_outer, block_stride = outer[-1] if outer else (1, 0, 0)
+    tok, page = (0, 1) if forth else (1, 0)
+    lane = make_lane(
+        tok,
+        page,
+        tok_inner=max(rows, 1),
+        tok_outer_stride=tok_outer,
+        tok_stride=linear.row,
+        block_stride=block_stride,
+        row_stride=paged.row,
+        levels=levels,
+        item_bytes=item_bytes,
+        nz=nz,
+    )
+    return RangeSpec((1,), [lane], blocks * rows, max(rows, 1), not forth, outer[:-1])
+
+
+def _resolve_copy(infos: tuple[ArrayInfo, ...], params: tuple[Any, ...], soc: object) -> Spec:
+    """[nb, bs, H, D] of any strides to another of any strides, as bits."""
+    (shape,) = params
+    source, out = _seen(infos[0], shape), infos[1]
+    _check_out(out, source, shape, as_bits=True)
+    here, there = _steps(source), _steps(out)
+    levels = [(n, a, b) for n, a, b in zip(shape[2:], here[2:], there[2:], strict=True)]
+    return _moved(
+        shape[:1],
+        shape[1],
+        Side(here[:1], here[1], 0, 0),
+        Side(there[:1], there[1], 0, 0),
+        levels,
+        source.itemsize,
+        forth=True,
+        nz=False,
     )
 
 
 _LAYOUT = Operator("layout", ("x", "out"), _resolve)
+_PAGED = Operator("layout", ("cache", "out"), _resolve_paged)
+_COPY = Operator("layout", ("cache", "out"), _resolve_copy)

@@ -26,8 +26,6 @@ from kvcore._kernels import parallel
 
 Array = np.ndarray[Any, Any]
 WARNING = ("NHSD with a warning", "Omni with a warning")
-#: Those that compiled code runs; the others are numpy's own assignments.
-COMPILED = [n for n in CASES if n not in ("permute_rows", "invalidate") and "_n" not in n]
 
 
 class Thief:
@@ -165,12 +163,12 @@ def tracing(thief: Thief) -> Iterator[None]:
         sys.settrace(old)
 
 
-@pytest.mark.parametrize(("name", "planned"), paths(COMPILED))
+@pytest.mark.parametrize(("name", "planned"), paths(list(CASES)))
 def test_the_collector(name: str, planned: bool) -> None:
     sweep(name, planned, collecting, 0)
 
 
-@pytest.mark.parametrize(("name", "planned"), paths(COMPILED))
+@pytest.mark.parametrize(("name", "planned"), paths(list(CASES)))
 def test_a_profiler(name: str, planned: bool) -> None:
     sweep(name, planned, profiling, 0 if planned else 1)
 
@@ -324,7 +322,8 @@ class Number:
 @pytest.mark.parametrize(
     ("name", "argument", "value"),
     [("Norm", "num_threads", 1), ("update", "layer_id", 1), ("update", "num_threads", 2),
-     ("selection", "selection_topk_block_size", 4), ("selection", "num_threads", 1)],
+     ("selection", "selection_topk_block_size", 4), ("selection", "num_threads", 1),
+     ("paged_nz_to_nd", "num_heads", 2)],
 )  # fmt: skip
 def test_an_index_of_a_number(name: str, argument: str, value: int) -> None:
     case = CASES[name]

@@ -179,3 +179,25 @@ def test_invalidate_refuses(changes: dict[str, Any], argument: str, match: str) 
         kvcore.invalidate(**arguments)
     assert caught.value.argument == argument
     np.testing.assert_array_equal(status, STATUS)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "reversed", "sliced"])
+def test_rows_of_any_strides(kind: str) -> None:
+    def view(values: np.ndarray) -> np.ndarray:
+        if kind == "transposed":
+            return np.array(values.T, order="C").T
+        if kind == "reversed":
+            return np.array(values[..., ::-1])[..., ::-1]
+        return np.repeat(values, 2, axis=-1)[..., ::2]
+
+    plain = np.arange(24, dtype=np.int32).reshape(6, 4)
+    books = np.arange(24, dtype=np.int32).reshape(2, 2, 1, 6)
+    table, status = view(plain), view(books)
+    kvcore.permute_rows(np.array([1, 0]), table, status)
+    np.testing.assert_array_equal(table, plain[[2, 3, 0, 1, 4, 5]])
+    np.testing.assert_array_equal(status, books[[1, 0]])
+    assert kvcore.invalidate(status, [3, 0], [4, 15], selection_topk_block_size=1) == 5 + 2
+    expected = books[[1, 0]].reshape(4, 6)
+    expected[3, :5] = np.where(expected[3, :5] >= 4, -1, expected[3, :5])
+    expected[0, :5] = np.where(expected[0, :5] >= 15, -1, expected[0, :5])
+    np.testing.assert_array_equal(status.reshape(4, 6), expected)

@@ -111,7 +111,7 @@ cdef class GatherSpec(PagedSpec):
             plan.copied_pieces = 0
             plan.last = True
         else:
-            self.run_lanes(plan, 0)
+            self.run_lanes(plan, 0, 0)
         return None
 
     cdef object check_values(self, Plan plan):

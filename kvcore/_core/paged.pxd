@@ -21,7 +21,7 @@ cdef class PagedSpec(Spec):
     cdef object words
 
     cdef int load(self, Plan plan) except -1
-    cdef void run_lanes(self, Plan plan, int64_t page_offset) noexcept
+    cdef void run_lanes(self, Plan plan, int64_t tok_offset, int64_t page_offset) noexcept
     cdef bint may_repeat(self, Plan plan) noexcept nogil
 
 cdef class SlotSpec(PagedSpec):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from numpy import int64
 from numpy.typing import NDArray
 
-from kvcore._core.lanes import Lane
+from kvcore._core.lanes import Lane, Level
 from kvcore._core.plan import Plan, Spec
 from kvcore.soc import SoC
 
@@ -42,11 +42,8 @@ class RangeSpec(PagedSpec):
         lanes: Sequence[Lane],
         num_tokens: int,
         block_size: int,
-        num_slots: int,
-        words: None,
-        gathers: bool = False,
-        warnings: tuple[str, ...] = (),
-        soc: SoC | None = None,
+        gathers: bool,
+        outer: Sequence[Level] = (),
     ) -> None: ...
 
 class AppendSpec(PagedSpec):

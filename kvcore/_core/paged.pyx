@@ -146,7 +146,7 @@ cdef class PagedSpec(Spec):
         """Put num_tokens slots into plan.scratch, each below num_slots; negative ones skip."""
         raise NotImplementedError
 
-    cdef void run_lanes(self, Plan plan, int64_t page_offset) noexcept:
+    cdef void run_lanes(self, Plan plan, int64_t tok_offset, int64_t page_offset) noexcept:
         cdef kv_lane lanes[2]
         cdef rows_job job
         cdef int i, threads, used = 0
@@ -156,7 +156,8 @@ cdef class PagedSpec(Spec):
             if self.lanes[i].lane.token_bytes == 0:
                 continue
             lanes[used] = self.lanes[i].lane
-            lanes[used].tok = plan.views[self.lanes[i].tok_arg].data + self.lanes[i].tok_offset
+            lanes[used].tok = plan.views[self.lanes[i].tok_arg].data \
+                + self.lanes[i].tok_offset + tok_offset
             lanes[used].page = plan.views[self.lanes[i].page_arg].data + page_offset
             lanes[used].tok_lo = plan.views[self.lanes[i].tok_arg].data \
                 + plan.views[self.lanes[i].tok_arg].low
@@ -201,7 +202,7 @@ cdef class PagedSpec(Spec):
             return None
         self.load(plan)
         plan.announce()
-        self.run_lanes(plan, 0)
+        self.run_lanes(plan, 0, 0)
         return None
 
     cdef object check_values(self, Plan plan):
@@ -300,7 +301,25 @@ cdef class SlotSpec(PagedSpec):
 
 
 cdef class RangeSpec(PagedSpec):
-    """Token i has slot i: whole caches from one layout to another."""
+    """Token i has slot i: whole caches from one layout to another.
+
+    outer: (count, byte step on the linear side, byte step on the paged side) of loops around all
+    of that, outermost first, at most four.
+    """
+
+    cdef int n_outer
+    cdef int64_t[4][3] outer
+
+    def __init__(self, outputs, lanes, num_tokens, block_size, gathers, outer=()):
+        cdef int i
+        PagedSpec.__init__(
+            self, outputs, lanes, num_tokens, block_size, num_tokens, None, gathers
+        )
+        if len(outer) > 4:
+            raise ValueError(f"outer: at most four loops, got {len(outer)}")
+        self.n_outer = len(outer)
+        for i in range(self.n_outer):
+            self.outer[i][0], self.outer[i][1], self.outer[i][2] = outer[i]
 
     cdef int load(self, Plan plan) except -1:
         cdef int64_t i
@@ -308,6 +327,37 @@ cdef class RangeSpec(PagedSpec):
         for i in range(self.num_tokens):
             slots[i] = i
         return 0
+
+    cdef object execute(self, Plan plan):
+        cdef int64_t[4] at
+        cdef int64_t tok_offset = 0, page_offset = 0
+        cdef int axis
+        for axis in range(self.n_outer):
+            at[axis] = 0
+            if self.outer[axis][0] == 0:
+                return None
+        if self.num_tokens == 0 or self.token_bytes == 0:
+            return None
+        self.load(plan)
+        plan.announce()
+        while True:
+            self.run_lanes(plan, tok_offset, page_offset)
+            axis = self.n_outer - 1
+            while axis >= 0:
+                at[axis] += 1
+                tok_offset += self.outer[axis][1]
+                page_offset += self.outer[axis][2]
+                if at[axis] < self.outer[axis][0]:
+                    break
+                tok_offset -= at[axis] * self.outer[axis][1]
+                page_offset -= at[axis] * self.outer[axis][2]
+                at[axis] = 0
+                axis -= 1
+            if axis < 0:
+                return None
+
+    def accesses(self, Plan plan):
+        return None  # everything: what a plan says before a run
 
 
 cdef class AppendSpec(PagedSpec):
@@ -392,7 +442,7 @@ cdef class AppendSpec(PagedSpec):
         if self.num_tokens == 0 or self.token_bytes == 0:
             plan.last = True
         else:
-            self.run_lanes(plan, self.page_offset(plan))
+            self.run_lanes(plan, 0, self.page_offset(plan))
         return plan.arrays[self.lanes[0].page_arg]
 
     cdef object check_values(self, Plan plan):

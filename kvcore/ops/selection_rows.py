@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcore._core.write_rows import write_rows
 from kvcore.errors import shown
 from kvcore.ops import checks
 from kvcore.ops.index_arrays import Indices, index_array, written_array
@@ -36,14 +37,18 @@ def permute_rows(order: Any, table: Any, status: Any) -> None:
     ParamInvalidError, with nothing written, for an order that is no permutation, shapes that
     disagree, arrays that cannot be written or share memory.
     """
-    books = written_array(status, "status", (3, 4), STATUS_AXES)
-    blocks = written_array(table, "table", (2,), "[N, SMAX]")
+    shared = [
+        written_array(status, "status", (3, 4), STATUS_AXES),
+        written_array(table, "table", (2,), "[N, SMAX]"),
+    ]
     wanted = index_array(order, "order", (1,), "[R]").astype(np.int64)
+    if np.shares_memory(shared[0], shared[1]):
+        checks.fail("table", "memory of its own", "bytes shared with status")
+    # What was held is read once; write_rows sees whether the arrays are still what they were.
+    books, blocks = [np.array(array, order="C") for array in shared]
     rows = _rows(books)
     if len(blocks) < rows:
         checks.fail("table", f"at least {rows} rows", list(blocks.shape))
-    if np.shares_memory(blocks, books):
-        checks.fail("table", "memory of its own", "bytes shared with status")
     count = len(wanted)
     if rows % count if count else rows:
         checks.fail("order", f"a length that divides {rows} rows", count)
@@ -51,11 +56,15 @@ def permute_rows(order: Any, table: Any, status: Any) -> None:
         checks.fail("order", f"each of 0..{count - 1} once", wanted.tolist())
     each = rows // count if count else 0
     old = (wanted[:, None] * each + np.arange(each)).reshape(-1)
-    blocks[:rows] = blocks[old]
-    if books.ndim == 3:
-        books[...] = books[old]
-    elif rows:
-        books[...] = books[np.divmod(old, books.shape[1])].reshape(books.shape)
+    if rows:
+        at = np.arange(rows)
+        moved = books.reshape(rows, books.shape[-1])[old]
+        write_rows(
+            [
+                (table, "table", blocks.shape, at, np.ascontiguousarray(blocks[old])),
+                (status, "status", books.shape, at, np.ascontiguousarray(moved)),
+            ]
+        )
 
 
 def invalidate(
@@ -74,7 +83,7 @@ def invalidate(
     drafts were rejected, or tokens rewritten further back, need this.
     ParamInvalidError, with nothing written, for rows outside the status or negative positions.
     """
-    books = written_array(status, "status", (3, 4), STATUS_AXES)
+    books = np.array(written_array(status, "status", (3, 4), STATUS_AXES))
     rows = _numbers(row, "row", _rows(books) - 1)
     first = _numbers(from_position, "from_position", checks.INT64_MAX)
     if first.size not in (1, rows.size):
@@ -87,11 +96,12 @@ def invalidate(
     limit = np.full(own.shape, checks.INT64_MAX)
     np.minimum.at(limit, which, np.broadcast_to(first // size[0], rows.shape))
     at: tuple[Any, ...] = (own,) if books.ndim == 3 else tuple(np.divmod(own, books.shape[1]))
-    places = (*at, 0, slice(None, -1))
-    ids = books[places]
+    ids = np.ascontiguousarray(books[(*at, 0, slice(None, -1))])
     expired = ids >= limit[:, None]
-    books[places] = np.where(expired, -1, ids)
-    return int(expired.sum())
+    count = int(expired.sum())
+    ids[expired] = -1
+    write_rows([(status, "status", books.shape, own, ids)])
+    return count
 
 
 def _rows(status: Indices) -> int:
