@@ -101,7 +101,9 @@ class Bell:
             thing.discard(waiter)
             if not self._led:
                 for other in self._seats.values():
-                    other.event.set()
+                    # (a loop that was closed can wake nobody)
+                    with contextlib.suppress(RuntimeError):
+                        other.event.set()
                     break
             if self._closing and not self._seats:
                 self._shut()

@@ -8,10 +8,15 @@ waited for; then the workers end, the buffers are given back and, if something f
 that nobody was told of, that is raised.
 
 *By an exception or a cancel*: what has not started is dropped, so that no wait can last; what
-runs is waited for, shielded, because a kernel cannot be called back while it moves bytes; then
-as above, but the exception that is under way is the one that goes on.
+runs is waited for through every cancel (``shield``), because a kernel cannot be called back while
+it moves bytes; then as above, but the exception that is under way is the one that goes on.
 
 A cancel while leaving normally turns the one into the other.
+
+*Broken off*: a second Ctrl-C, or a coroutine that its loop has dropped, ends even that wait.  Then
+a thread waits for what runs and gives workers and memory back behind it.  A device whose block is
+never left at all (the generator around it was dropped after its loop) ends its workers when it is
+collected.
 
 A forked child has the parent's objects and none of its threads: every device of the parent is
 marked, and whatever the child asks of one is an error.
@@ -30,8 +35,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
-import anyio
-import anyio.lowlevel
 import numpy as np
 import numpy.typing as npt
 
@@ -52,6 +55,7 @@ from kvcore.runtime.memory import DEFAULT_ALIGNMENT, SPACES, Buffer, MemoryInfo,
 from kvcore.runtime.profile import RESOURCES, DeviceProfile
 from kvcore.runtime.race import Race, RaceCheck
 from kvcore.runtime.settings import RaceMode, Settings, one_of
+from kvcore.runtime.shield import Shield, can_await
 from kvcore.runtime.stream import Stream, current_stream, use_stream
 from kvcore.runtime.trace import Trace
 from kvcore.runtime.workers import Workers
@@ -147,6 +151,7 @@ class Device:
         self._captures: list[Graph] = []
         self._promises = Promises()
         self._entered = False
+        self._closed = False
         self._abandoned = False
         self._origin = time.monotonic()
         self._trace: Trace | None = None
@@ -154,7 +159,11 @@ class Device:
         self._race: RaceCheck | None = None
         if asked.max_events:
             self._trace = Trace(
-                asked.max_events, self._now, self._origin, clock == "model", self._ledgers
+                asked.max_events,
+                partial(_now_of, weakref.ref(self)),
+                self._origin,
+                clock == "model",
+                self._ledgers,
             )
         if asked.clock == "model":
             assert self.profile is not None
@@ -172,6 +181,8 @@ class Device:
         self._host = Host(self._clock)
         self._workers = Workers(self._executor, asked.workers)
         _DEVICES.add(self)
+        # (workers hold their executor, and that nothing which holds the device)
+        weakref.finalize(self, self._executor.stop).atexit = False
 
     # -- streams, events, graphs
 
@@ -547,6 +558,33 @@ class Device:
         for storage in list(self._storages):
             storage.release()
         self._host.close()
+        self._closed = True
+
+    def _close_later(self) -> None:
+        """The leaving was broken off: close behind what still runs, on a thread if need be."""
+        if self._closed:
+            return
+        self._drop()
+        if not any(mark.pending for mark in self._marks()):
+            self._close()
+            return
+        closer = threading.Thread(target=self._close_blocking, name="kvcore-closer", daemon=True)
+        try:
+            closer.start()
+        except (RuntimeError, MemoryError):  # the system gives no thread
+            self._close_blocking()
+
+    def _close_blocking(self) -> None:
+        """What runs is waited for, holding this thread."""
+        for mark in self._marks():
+            self._host.block_for_bytes(mark)
+        self._close()
+
+    async def _close_shielded(self, shield: Shield) -> None:
+        """What runs is waited for through every cancel."""
+        for mark in self._marks():
+            await shield(partial(self._host.wait_for_bytes, mark))
+        self._close()
 
     def _leave_child(self) -> None:
         """In a forked child, or while Python ends, nothing of this device runs."""
@@ -576,22 +614,23 @@ class Device:
             return
         if self._executor.inside():
             self._executor.check()  # a host function would wait for itself: an error
-        self._executor.closing()
         try:
-            if kind is None:
-                self._break_promises(fail=True)
-                for mark in self._marks():
-                    self._host.wait_blocking(mark)
-        except BaseException:
-            self._drop()
-            raise
-        else:
+            self._executor.closing()
             if kind is not None:
                 self._drop()
-        finally:
-            for mark in self._marks():
-                self._host.block_for_bytes(mark)
-            self._close()
+            else:
+                try:
+                    self._break_promises(fail=True)
+                    for mark in self._marks():
+                        self._host.wait_blocking(mark)
+                except BaseException:
+                    self._drop()
+                    self._close_blocking()
+                    raise
+            self._close_blocking()
+        except BaseException:
+            self._close_later()
+            raise
         if kind is None:
             self._raise_unseen()
 
@@ -610,28 +649,40 @@ class Device:
             return
         if self._executor.inside():
             self._executor.check()  # a host function would wait for itself: an error
-        self._executor.closing()
         try:
-            if kind is None:
-                self._break_promises(fail=True)
-                await self._host.wait_all(self._marks())
+            self._executor.closing()
+            if kind is not None and not can_await():
+                self._close_later()
+                return
+            with Shield() as shield:
+                if kind is not None:
+                    self._drop()
+                else:
+                    try:
+                        self._break_promises(fail=True)
+                        await self._host.wait_all(self._marks())
+                    except GeneratorExit:  # nobody goes on with what is awaited from here
+                        raise
+                    except BaseException:
+                        self._drop()
+                        await self._close_shielded(shield)
+                        raise
+                await self._close_shielded(shield)
         except BaseException:
-            self._drop()
+            self._close_later()
             raise
-        else:
-            if kind is not None:
-                self._drop()
-        finally:
-            with anyio.CancelScope(shield=True):
-                for mark in self._marks():
-                    await self._host.wait_for_bytes(mark)
-                self._close()
         if kind is None:
             self._raise_unseen()
 
     def __repr__(self) -> str:
         name = "no profile" if self.profile is None else self.profile.name
         return f"Device({name}, clock={self.clock!r}, {len(self._streams)} streams)"
+
+
+def _now_of(device: weakref.ref[Device]) -> float:
+    """``Device.now`` for the trace, which must not keep its device alive."""
+    found = device()
+    return 0.0 if found is None else found._now()
 
 
 def _after_fork() -> None:

@@ -219,6 +219,34 @@ class Stream(Queue):
         self.device._host.wait_blocking(mark)
         self._finish(mark, always=False)
 
+    async def drain(self) -> None:
+        """Wait until nothing that was launched here before this call runs any more.
+
+        ``synchronize`` without its verdict: whether the work was done, failed or was dropped is
+        told by nobody, and it can also be asked while the device is being left or a graph is
+        captured.  For who lent memory to the work and wants it back.  Cancelling stops the
+        waiting, not the work.  Raises StreamError inside a host function of the device.
+        """
+        while (mark := self._last_mark()) is not None:
+            await self.device._host.wait_for_bytes(mark)
+            if not mark.dropped:  # what runs while the device is being left is not
+                return
+
+    def drain_blocking(self) -> None:
+        """``drain``, holding this thread."""
+        while (mark := self._last_mark()) is not None:
+            self.device._host.block_for_bytes(mark)
+            if not mark.dropped:
+                return
+
+    def _last_mark(self) -> Mark | None:
+        """A mark behind what was launched; None when this process has nothing left to run."""
+        if self.device._closed or self.executor.is_forked:
+            return None
+        if self.executor.inside():
+            self.executor.check()  # a host function would wait for itself: an error
+        return self.mark()
+
     @property
     def is_capturing(self) -> bool:
         """True while launches are recorded into a graph."""
