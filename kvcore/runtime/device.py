@@ -13,10 +13,11 @@ it moves bytes; then as above, but the exception that is under way is the one th
 
 A cancel while leaving normally turns the one into the other.
 
-*Broken off*: a second Ctrl-C, or a coroutine that its loop has dropped, ends even that wait.  Then
-a thread waits for what runs and gives workers and memory back behind it.  A device whose block is
-never left at all (the generator around it was dropped after its loop) ends its workers when it is
-collected.
+*Whatever comes*: where a task leaves and something runs still, a thread sees the device to its
+end, and the task only waits for that.  So neither a second Ctrl-C, nor a coroutine that is closed,
+nor a loop that is gone with the task in it, leaves workers or memory behind.  A device whose block
+is never left at all (the generator around it was dropped after its loop) ends its workers when it
+is collected.
 
 A forked child has the parent's objects and none of its threads: every device of the parent is
 marked, and whatever the child asks of one is an error.
@@ -30,11 +31,12 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
+import anyio.lowlevel
 import numpy as np
 import numpy.typing as npt
 
@@ -44,6 +46,7 @@ from kvcore.runtime._clock import ModelClock
 from kvcore.runtime._executor import Executor
 from kvcore.runtime._marks import Failure, Mark
 from kvcore.runtime._observe import Observer, call_site
+from kvcore.runtime._outside import promise, settle
 from kvcore.runtime._storage import Ledger, Storage
 from kvcore.runtime.copies import ranges_of
 from kvcore.runtime.driver import driver_of
@@ -151,7 +154,11 @@ class Device:
         self._captures: list[Graph] = []
         self._promises = Promises()
         self._entered = False
+        # Settled when the device is closed; by which thread, and what that raised.
         self._closed = False
+        self._over = promise(None)
+        self._closer: threading.Thread | None = None
+        self._end_error: BaseException | None = None
         self._abandoned = False
         self._origin = time.monotonic()
         self._trace: Trace | None = None
@@ -557,34 +564,50 @@ class Device:
         self._workers.end()
         for storage in list(self._storages):
             storage.release()
-        self._host.close()
-        self._closed = True
 
-    def _close_later(self) -> None:
-        """The leaving was broken off: close behind what still runs, on a thread if need be."""
-        if self._closed:
-            return
-        self._drop()
-        if not any(mark.pending for mark in self._marks()):
-            self._close()
-            return
-        closer = threading.Thread(target=self._close_blocking, name="kvcore-closer", daemon=True)
-        try:
-            closer.start()
-        except (RuntimeError, MemoryError):  # the system gives no thread
-            self._close_blocking()
+    def _end(self, marks: Sequence[Mark] = ()) -> None:
+        """Wait for these, then for what runs, and close; holds this thread.
 
-    def _close_blocking(self) -> None:
-        """What runs is waited for, holding this thread."""
+        marks: where all work is done; where it was dropped meanwhile, only what runs is waited for.
+        """
+        for mark in marks:
+            self._host.wait_blocking(mark)
         for mark in self._marks():
             self._host.block_for_bytes(mark)
         self._close()
+        self._closed = True
+        settle(self._executor, self._over)
+        self._host.close()
 
-    async def _close_shielded(self, shield: Shield) -> None:
-        """What runs is waited for through every cancel."""
-        for mark in self._marks():
-            await shield(partial(self._host.wait_for_bytes, mark))
-        self._close()
+    def _end_beside(self, marks: Sequence[Mark] = ()) -> None:
+        """`_end` on a thread of its own, where the system has one."""
+        if self._closed or self._closer is not None:
+            return
+        closer = threading.Thread(
+            target=self._end_on_thread, args=(marks,), name="kvcore-closer", daemon=True
+        )
+        try:
+            closer.start()
+        except (RuntimeError, MemoryError):
+            self._end(marks)
+        else:
+            self._closer = closer
+
+    def _end_on_thread(self, marks: Sequence[Mark]) -> None:
+        try:
+            self._end(marks)
+        except BaseException as error:
+            self._end_error = error
+            settle(self._executor, self._over)
+
+    def _break_off(self) -> None:
+        """The leaving cannot go on here: what has not started is dropped, the rest ends beside."""
+        if not self._closed:
+            self._drop()
+            self._end_beside()
+
+    async def _ended(self) -> None:
+        await self._host.wait_for(self._over)
 
     def _leave_child(self) -> None:
         """In a forked child, or while Python ends, nothing of this device runs."""
@@ -618,18 +641,17 @@ class Device:
             self._executor.closing()
             if kind is not None:
                 self._drop()
+                self._end()
             else:
+                self._break_promises(fail=True)
                 try:
-                    self._break_promises(fail=True)
-                    for mark in self._marks():
-                        self._host.wait_blocking(mark)
+                    self._end(self._marks())
                 except BaseException:
                     self._drop()
-                    self._close_blocking()
+                    self._end()
                     raise
-            self._close_blocking()
         except BaseException:
-            self._close_later()
+            self._break_off()
             raise
         if kind is None:
             self._raise_unseen()
@@ -651,28 +673,42 @@ class Device:
             self._executor.check()  # a host function would wait for itself: an error
         try:
             self._executor.closing()
-            if kind is not None and not can_await():
-                self._close_later()
-                return
-            with Shield() as shield:
-                if kind is not None:
-                    self._drop()
-                else:
-                    try:
-                        self._break_promises(fail=True)
-                        await self._host.wait_all(self._marks())
-                    except GeneratorExit:  # nobody goes on with what is awaited from here
-                        raise
-                    except BaseException:
-                        self._drop()
-                        await self._close_shielded(shield)
-                        raise
-                await self._close_shielded(shield)
+            if kind is None:
+                self._break_promises(fail=True)
+            else:
+                self._drop()
+            marks = self._marks()
+            if not any(mark.pending for mark in marks):
+                self._end(marks if kind is None else ())
+                if kind is None:
+                    await anyio.lowlevel.checkpoint()
+            else:
+                self._end_beside(marks if kind is None else ())
+                await self._wait_for_the_end(kind)
         except BaseException:
-            self._close_later()
+            self._break_off()
             raise
         if kind is None:
             self._raise_unseen()
+
+    async def _wait_for_the_end(self, kind: type[BaseException] | None) -> None:
+        if kind is not None and not can_await():
+            return
+        with Shield() as shield:
+            if kind is None:
+                try:
+                    await self._ended()
+                except GeneratorExit:  # nobody goes on with what is awaited from here
+                    raise
+                except BaseException:
+                    self._drop()
+                    await shield(self._ended)
+                    raise
+            await shield(self._ended)
+        if self._closer is not None:
+            self._closer.join()
+        if self._end_error is not None:
+            raise self._end_error
 
     def __repr__(self) -> str:
         name = "no profile" if self.profile is None else self.profile.name

@@ -67,6 +67,10 @@ class Host:
         if mark.pending:
             await self._bell().wait(mark)
 
+    async def wait_for(self, thing: Waitable) -> None:
+        """Wait for anything that tells; always a checkpoint."""
+        await self._bell().wait(thing)
+
     def wait_blocking(self, mark: Mark) -> None:
         """``wait``, holding this thread."""
         block(mark)
