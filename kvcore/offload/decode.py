@@ -29,9 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
-from kvcore.errors import ParamNullError, StreamError, fail
+from kvcore.errors import CaptureError, ParamNullError, StreamError, fail
 from kvcore.offload.checks import (
     check_device,
     check_identity,
@@ -45,10 +43,12 @@ from kvcore.offload.decode_launch import Launcher
 from kvcore.offload.decode_places import Places, check_full, read_groups
 from kvcore.offload.decode_request import DecodeRequest
 from kvcore.offload.decode_result import DecodeTotals, RequestStep, StepResult
+from kvcore.offload.decode_settle import Settlement
 from kvcore.offload.decode_step import DecodeStep, decode_failed
 from kvcore.offload.device_pool import DevicePool
 from kvcore.offload.full_lanes import FullLane, read_full
 from kvcore.offload.write_policy import make_write_policy
+from kvcore.runtime.shield import Shield
 
 if TYPE_CHECKING:
     from kvcore.offload.decode_moves import AttentionInput, MakeRows
@@ -141,11 +141,10 @@ class DecodeEngine:
         self.groups = read_groups(groups, lanes)
         check_full(device, lanes)
         first = next(iter(lanes.values()))[0]
-        self._states: dict[Hashable, DecodeRequest] = {}
-        self._leaving: set[DecodeRequest] = set()
+        self._states: dict[Hashable, DecodeRequest] = {}  # those that leave included
         self._steps: set[DecodeStep] = set()
         self.totals = DecodeTotals()
-        self._closed = False
+        self._closed = self._ended = False
         self._failure: BaseException | None = None  # found by close
         self._chooser = Chooser(
             len(self.groups), select=select, policy=writes, topk=topk, max_tokens=max_tokens,
@@ -170,8 +169,18 @@ class DecodeEngine:
 
     @property
     def requests(self) -> tuple[Hashable, ...]:
-        """Those admitted, in the order they came."""
+        """Those that have a place in the batch, in the order they came.
+
+        One that leaves is among them until no operation uses its place any more.
+        """
+        self._give_back_places()
         return tuple(self._states)
+
+    @property
+    def leaving(self) -> tuple[Hashable, ...]:
+        """Of ``requests`` those that leave: no step takes them, and their names are not free."""
+        self._give_back_places()
+        return tuple(name for name, state in self._states.items() if state.leaving)
 
     @property
     def events(self) -> LayerEvents:
@@ -185,15 +194,15 @@ class DecodeEngine:
 
     def context(self, request: Hashable) -> int:
         """Tokens of the request that are accepted."""
-        return self._state(request).context
+        return self._state(request, leaving=True).context
 
     def on_host(self, request: Hashable) -> int:
         """Leading tokens that the full cache has for certain: what prefixes may be made of."""
-        return self._state(request).confirmed
+        return self._state(request, leaving=True).confirmed
 
     def pool(self, request: Hashable, group: int) -> DevicePool:
         """The request's pool of a group with real layers."""
-        pools = self._state(request).pools
+        pools = self._state(request, leaving=True).pools
         if type(group) is not int or group not in pools:
             fail("group", f"one of {', '.join(map(str, pools)) or 'none'}", repr(group))
         return pools[group]
@@ -213,9 +222,12 @@ class DecodeEngine:
             raise ParamNullError("request: expected an identity, got None", argument="request")
         if type(real) is not bool:
             fail("real", "True or False", repr(real))
-        if check_identity("request", request) in self._states:
-            fail("request", "one not admitted yet", repr(request))
-        if len(self._states) + len(self._leaving) >= self.max_batch:
+        check_identity("request", request)
+        self._give_back_places()
+        if request in self._states:
+            leaves = ", which is leaving" if self._states[request].leaving else ""
+            fail("request", "one not admitted yet", f"{request!r}{leaves}")
+        if len(self._states) >= self.max_batch:
             fail("request", f"at most max_batch ({self.max_batch}) requests at a time", "one more")
         read_indices("table", table)
         check_integer("context", context, 0, self.max_tokens)
@@ -226,9 +238,13 @@ class DecodeEngine:
         """Send what the host lacks, then forget the request; its blocks may be given back.
 
         Returns how many leading tokens the host has: all that were accepted.  Resume it with
-        `admit`.  Waits for what is launched, shielded: when this returns or raises
-        DecodeFailed, no operation touches the request's blocks.  Raises ParamInvalidError, and
-        changes nothing, when its table has no block for a row to be sent.
+        `admit`.  Waits until no operation uses the request's place and blocks, whatever cancel
+        comes, and raises the cancel then; the request has left all the same.  Only a
+        KeyboardInterrupt (a second Ctrl-C) ends the wait at once: the request is ``leaving``
+        then, until its operations are over or it is asked to leave again, which waits for them.
+        Raises DecodeFailed, with the request gone, when an operation failed; ParamInvalidError,
+        with nothing changed, when its table has no block for a row to be sent; CaptureError
+        while a graph is captured on a stream of the engine.
         """
         return await self._leave(request, "preempted")
 
@@ -257,36 +273,39 @@ class DecodeEngine:
 
     async def _leave(self, request: Hashable, how: str) -> int:
         state = self._begin_leave(request, how)
-        try:
-            await self._settle()
-        finally:
-            self._end_leave(state)
+        await self._settle()
         return self._left(state)
 
     def _leave_blocking(self, request: Hashable, how: str) -> int:
         state = self._begin_leave(request, how)
-        try:
-            self._settle_blocking()
-        finally:
-            self._end_leave(state)
+        self._settle_blocking()
         return self._left(state)
 
     def _begin_leave(self, request: Hashable, how: str) -> DecodeRequest:
-        state = self._state(request)
-        if how != "aborted":
-            self._launch_flush(state)
-        del self._states[request]
-        self._leaving.add(state)
-        if how == "aborted":
+        state = self._state(request, leaving=True)
+        self._check_may_wait()
+        if not state.leaving:
+            if how != "aborted":
+                self._launch_flush(state)
+            state.leaving = True
+            setattr(self.totals, how, getattr(self.totals, how) + 1)
+        if how == "aborted" and not state.aborted:
             state.aborted = True
             for pool in state.pools.values():
                 pool.evict(request)
-        setattr(self.totals, how, getattr(self.totals, how) + 1)
         return state
 
     def _end_leave(self, state: DecodeRequest) -> None:
-        self._leaving.discard(state)
+        """Nothing uses the request's place any more."""
+        if self._states.get(state.name) is state:
+            del self._states[state.name]
         self._places.give_back(state)
+
+    def _give_back_places(self) -> None:
+        """End the leaving of requests that nobody waits for, once their operations are over."""
+        for state in list(self._states.values()):
+            if state.last and self._run.over(state.last):
+                self._end_leave(state)
 
     def _left(self, state: DecodeRequest) -> int:
         if state.failed is not None:
@@ -320,9 +339,11 @@ class DecodeEngine:
     async def flush(self, request: Hashable) -> int:
         """Send all accepted rows that the host lacks; returns `on_host`.
 
-        Before its blocks are copied or their content is made findable.
+        Before its blocks are copied or their content is made findable.  Waits, cancelled or not,
+        as `preempt` does, and raises what it raises.
         """
         state = self._state(request)
+        self._check_may_wait()
         self._launch_flush(state)
         await self._settle()
         return self._flushed(state)
@@ -330,6 +351,7 @@ class DecodeEngine:
     def flush_blocking(self, request: Hashable) -> int:
         """The same, holding this thread."""
         state = self._state(request)
+        self._check_may_wait()
         self._launch_flush(state)
         self._settle_blocking()
         return self._flushed(state)
@@ -365,9 +387,7 @@ class DecodeEngine:
         states = [self._state(request, f"requests[{i}]") for i, request in enumerate(named)]
         if len({id(state) for state in states}) != len(states):
             fail("requests", "each request once", named)
-        parts, exhausted, cut = self._chooser.plan(
-            states, drafts, (*self._states.values(), *self._leaving)
-        )
+        parts, exhausted, cut = self._chooser.plan(states, drafts, tuple(self._states.values()))
         try:
             times = self._run.times(parts)
         except BaseException:
@@ -418,40 +438,36 @@ class DecodeEngine:
     # -- the end of things ----------------------------------------------------------------
 
     async def aclose(self) -> None:
-        """Wait until nothing runs, shielded, then give the device memory back.
+        """Wait until nothing runs, whatever cancel comes, then give the device memory back.
 
         Requests still in are dropped as by `abort`.  Raises DecodeFailed or RaceError, with the
-        memory given back all the same, when something failed that nobody was told of.
+        memory given back all the same, when something failed that nobody was told of; the
+        cancel.  What ends the wait at once (a second Ctrl-C) leaves the memory taken until this
+        is called again, or the device is left.
         """
         if self._begin_close():
-            try:
-                await self._settle()
-            finally:
-                self._end_close()
+            await self._settle()
         self._closed_well()
 
     def close(self) -> None:
         """The same, holding this thread; also after the device was left."""
         if self._begin_close():
-            try:
-                self._settle_blocking()
-            finally:
-                self._end_close()
+            self._settle_blocking()
         self._closed_well()
 
     def _begin_close(self) -> bool:
         """Drop the requests; True when there is something to wait for."""
-        if self._closed:
+        if self._ended:
             return False
+        if self._run.is_open:
+            self._check_may_wait()
         self._closed = True
         for state in self._states.values():
-            state.aborted = True
-        if self._run.is_open:
-            return True
-        self._end_close()
-        return False
+            state.aborted = state.leaving = True
+        return True
 
     def _end_close(self) -> None:
+        self._ended = True
         self._states.clear()
         self._places.close()
         self._run.close()
@@ -465,70 +481,73 @@ class DecodeEngine:
         if self._closed:
             raise StreamError("engine: expected an open one, got one that was closed")
 
-    def _state(self, request: Hashable, argument: str = "request") -> DecodeRequest:
+    def _check_may_wait(self) -> None:
+        """Raise before anything is changed where no wait for the operations is possible."""
+        if any(stream.is_capturing for stream in self._run.streams.values()):
+            raise CaptureError(
+                "engine: expected streams without a capture to wait for, got one of a graph",
+                argument="engine",
+            )
+        self._run.check_thread()
+
+    def _state(
+        self, request: Hashable, argument: str = "request", *, leaving: bool = False
+    ) -> DecodeRequest:
         self._check_open()
         state = self._states.get(check_identity(argument, request))
         if state is None:
             fail(argument, "a request that was admitted", repr(request))
+        if state.leaving and not leaving:
+            fail(argument, "a request that is not leaving", repr(request))
         return state
 
-    async def _settle(self) -> None:
-        """Wait until nothing runs that was launched by now.  A failure puts every request out."""
-        sent, first = self._launched(), None
-        with anyio.CancelScope(shield=True):
-            for stream in self._run.streams.values():
-                try:
-                    await stream.synchronize()
-                except Exception as error:
-                    first = first or error
-        self._settled(sent, first)
-
-    def _settle_blocking(self) -> None:
-        sent, first = self._launched(), None
-        for stream in self._run.streams.values():
-            try:
-                stream.synchronize_blocking()
-            except Exception as error:
-                first = first or error
-        self._settled(sent, first)
-
-    def _launched(self) -> tuple[list[DecodeStep], list[tuple[DecodeRequest, int, int]]]:
-        states = (*self._states.values(), *self._leaving)
-        # (of a request that is aborted, copies that have not begun do not run)
-        clean = [(state, state.clean, state.epoch) for state in states if not state.aborted]
-        return list(self._steps), clean
-
-    def _settled(
-        self,
-        sent: tuple[list[DecodeStep], list[tuple[DecodeRequest, int, int]]],
-        error: Exception | None,
+    async def _settle(
+        self, step: DecodeStep | None = None, error: StreamError | None = None
     ) -> None:
-        if isinstance(error, StreamError):
-            self._put_out(error)
-        elif error is not None:
-            raise error
-        else:
-            self._steps.difference_update(sent[0])
-            for state, clean, epoch in sent[1]:
-                state.confirm(clean, epoch)
+        """Wait until nothing runs that was launched by now.  A failure puts every request out.
 
-    def _put_out(self, cause: BaseException) -> None:
-        """Every request is out: what is unsure must be computed again."""
-        if self._closed:
-            self._failure = cause
-            return
-        self._run.start_again()
-        lost = {state.name: state.confirmed for state in self._states.values()}
+        step, error: one that failed.  Lasts through every cancel and raises it at its end.
+        """
+        settlement = Settlement(self, step, error)
+        with Shield() as shield, settlement:
+            for stream in settlement.to_synchronize:
+                with settlement.seeing():
+                    await shield(stream.synchronize)
+            for stream in settlement.to_drain():
+                await shield(stream.drain)
+            settlement.end()
+
+    def _settle_blocking(
+        self, step: DecodeStep | None = None, error: StreamError | None = None
+    ) -> None:
+        settlement = Settlement(self, step, error)
+        with settlement:
+            for stream in settlement.to_synchronize:
+                with settlement.seeing():
+                    stream.synchronize_blocking()
+            for stream in settlement.to_drain():
+                stream.drain_blocking()
+            settlement.end()
+
+    def _put_out(self, cause: StreamError) -> list[DecodeRequest]:
+        """Every request leaves; what is not certain must be computed again.  Returns them."""
+        lost = [state for state in self._states.values() if not state.leaving]
         for step in self._steps:
-            step._lost, step._cause = lost, cause
+            step._lost = {state.name: state.confirmed for state in lost}
+            step._cause = cause
         self._steps.clear()
-        for state in self._leaving:
-            state.failed = cause
         for state in self._states.values():
-            state.failed = cause
-            self._places.give_back(state)
-        self.totals.failed += len(self._states)
-        self._states.clear()
+            state.failed = state.failed or cause
+        for state in lost:
+            state.leaving = state.aborted = True
+            for pool in state.pools.values():
+                pool.evict(state.name)
+        self.totals.failed += len(lost)
+        if self._closed:
+            self._failure = self._failure or cause
+        elif self._run.is_open:
+            self._run.start_again()
+        return lost
 
     def _finished(self, step: DecodeStep) -> None:
         self._steps.discard(step)

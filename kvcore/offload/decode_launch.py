@@ -134,13 +134,35 @@ class Launcher:
         """The device has not been left."""
         return bool(self.streams["compute"].executor.is_open)
 
+    def check_thread(self) -> None:
+        """Raise StreamError inside a host function of the device: it would wait for itself."""
+        executor = self.streams["compute"].executor
+        if executor.inside():
+            executor.check()
+
+    def marks(self) -> Sequence[Any]:
+        """A mark on each stream, behind everything launched."""
+        return [stream.mark() for stream in self.streams.values()]
+
+    def over(self, marks: Sequence[Any]) -> bool:
+        """Nothing before the marks runs any more; the host waits for nothing.
+
+        (A mark that was dropped says nothing of the operation that ran at that moment.)
+        """
+        return all(not mark.pending and (not mark.dropped or mark.queue.idle) for mark in marks)
+
     def time_of(self, event: Event) -> float:
         """Microseconds on the device's clock of an event of the computing stream, reached."""
         return self._origin_us + self._origin.elapsed_time(event) * 1e3
 
     def start_again(self) -> None:
-        """After a failure that everybody was told of: no event of the past holds anything back."""
+        """After a failure that everybody was told of: no event of the past holds anything back.
+
+        What may still run of the past is before everything to come all the same.
+        """
         compute = self.streams["compute"]
+        for name in ("h2d", "side", "d2h"):
+            compute.wait_stream(self.streams[name])
         for layer in self.events.layers:
             self.events.layer_loaded(layer, compute)
             self.events.layer_saved(layer, compute)

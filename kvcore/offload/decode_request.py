@@ -15,7 +15,7 @@ rejected or rewritten is never held by the pool.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +38,8 @@ class DecodeRequest:
     pools:     its pool for each group with real layers, by group index.
     confirmed: leading tokens the host has for certain (``clean``: copies launched).
     age:       steps since it was admitted.
+    leaving:   it is out of the batch, and operations may still use its place.
+    last:      when nobody waits for those: marks behind them, one a stream.
     epoch:     grows when positions that were clean are rolled back.
     """
 
@@ -51,6 +53,8 @@ class DecodeRequest:
         "end",
         "epoch",
         "failed",
+        "last",
+        "leaving",
         "name",
         "place",
         "pools",
@@ -69,7 +73,8 @@ class DecodeRequest:
         self._table = table
         self.context = self.end = self.clean = self.confirmed = self.window = context
         self.age = self.epoch = 0
-        self.aborted = False
+        self.aborted = self.leaving = False
+        self.last: Sequence[Any] = ()
         self.failed: BaseException | None = None
 
     @property
@@ -145,6 +150,10 @@ class DecodeRequest:
         self.epoch += 1
 
     def confirm(self, clean: int, epoch: int) -> None:
-        """The copies launched when ``clean`` was that are done."""
-        if epoch == self.epoch:
+        """The copies launched when ``clean`` was that are over: done, if nothing says otherwise.
+
+        Of a request that was aborted those that had not begun did not run, and after a failure
+        nobody knows.
+        """
+        if epoch == self.epoch and not self.aborted and self.failed is None:
             self.confirmed = max(self.confirmed, min(clean, self.clean, self.context))

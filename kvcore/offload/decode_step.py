@@ -37,12 +37,13 @@ class DecodeStep:
         """Wait until the computing stream has done the step.
 
         Cancelling stops the waiting, not the work.  Raises DecodeFailed when an operation
-        failed (every request is out then), RaceError (``race_check="raise"``).
+        failed: every request is out then, and no operation uses its blocks (that is waited for
+        through every cancel).  Raises RaceError (``race_check="raise"``).
         """
         try:
             await self._end.synchronize()
         except StreamError as error:
-            await self._engine._settle()
+            await self._engine._settle(self, error)
             self._fail(error)
         return self._finish()
 
@@ -51,14 +52,11 @@ class DecodeStep:
         try:
             self._end.synchronize_blocking()
         except StreamError as error:
-            self._engine._settle_blocking()
+            self._engine._settle_blocking(self, error)
             self._fail(error)
         return self._finish()
 
     def _fail(self, error: StreamError) -> None:
-        if self._cause is None:
-            # The streams had been told of it by somebody else's wait.
-            self._engine._put_out(error)
         raise decode_failed(self._lost, self._cause or error)
 
     def _finish(self) -> StepResult:
