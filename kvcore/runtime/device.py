@@ -188,8 +188,8 @@ class Device:
         self._host = Host(self._clock)
         self._workers = Workers(self._executor, asked.workers)
         _DEVICES.add(self)
-        # (workers hold their executor, and that nothing which holds the device)
-        weakref.finalize(self, self._executor.stop).atexit = False
+        # (what is registered lasts as long as the device, so it must not hold what holds that)
+        weakref.finalize(self, _stop, weakref.ref(self._executor)).atexit = False
 
     # -- streams, events, graphs
 
@@ -713,6 +713,13 @@ class Device:
     def __repr__(self) -> str:
         name = "no profile" if self.profile is None else self.profile.name
         return f"Device({name}, clock={self.clock!r}, {len(self._streams)} streams)"
+
+
+def _stop(executor: weakref.ref[Executor]) -> None:
+    """End the workers of a device that was collected: they hold their executor themselves."""
+    found = executor()
+    if found is not None:
+        found.stop()
 
 
 def _now_of(device: weakref.ref[Device]) -> float:

@@ -303,6 +303,18 @@ def test_a_generator_dropped_when_its_loop_is_gone(
     assert ledger.used == 0
 
 
+def test_a_device_that_was_left_is_collected(clock: str, anyio_backend: str) -> None:
+    with device(clock, trace=True, race_check="record") as dev:
+        a, b = dev.stream(), dev.stream()
+        a.launch(FakePlan())
+        b.wait_event(a.record_event())
+        b.launch(FakePlan())
+    there = weakref.ref(dev)
+    del dev, a, b
+    gc.collect()
+    assert there() is None
+
+
 @pytest.mark.parametrize("trace", [False, True])
 def test_a_device_that_is_never_left_goes_with_its_workers(
     clock: str, trace: bool, anyio_backend: str
