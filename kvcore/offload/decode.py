@@ -39,7 +39,7 @@ from kvcore.offload.checks import (
     read_indices,
 )
 from kvcore.offload.decode_choice import Chooser, Select
-from kvcore.offload.decode_launch import Launcher
+from kvcore.offload.decode_launch import Launcher, ran
 from kvcore.offload.decode_places import Places, check_full, read_groups
 from kvcore.offload.decode_request import DecodeRequest
 from kvcore.offload.decode_result import DecodeTotals, RequestStep, StepResult
@@ -377,12 +377,14 @@ class DecodeEngine:
         """Launch a step for these requests and return at once.
 
         drafts: tokens to write behind the newest of each request, or of each by name.
+        Raises CaptureError while a graph is captured on a stream of the engine.
         Raises ParamInvalidError, before anything is launched and with the books as they were,
         for requests not admitted or named twice, too many drafts, bad ids, bad tables, and for
         blocks that are not the writer's own: two requests write one in the step, or a row is
         written that is an accepted token of another request (blocks may be shared for reading).
         """
         self._check_open()
+        self._check_capture()
         named = list(each_of("requests", requests))
         states = [self._state(request, f"requests[{i}]") for i, request in enumerate(named)]
         if len({id(state) for state in states}) != len(states):
@@ -399,6 +401,7 @@ class DecodeEngine:
         totals.steps += 1
         totals.exhausted += len(exhausted)
         totals.cut_drafts += cut
+        copies = self._run.copies_launched()
         before = [(p.request, p.request.clean, p.request.epoch) for p in parts]
         result, start, end = self._run.step(totals.steps, parts, times)
         for part in parts:
@@ -419,7 +422,7 @@ class DecodeEngine:
             setattr(totals, name, getattr(totals, name) + result[name])
         totals.rows += result["rows"]
         totals.real_rows += result["real_rows"]
-        step = DecodeStep(self, result, start, end, before)
+        step = DecodeStep(self, result, start, end, before, copies)
         self._steps.add(step)
         return step
 
@@ -483,12 +486,15 @@ class DecodeEngine:
 
     def _check_may_wait(self) -> None:
         """Raise before anything is changed where no wait for the operations is possible."""
+        self._check_capture()
+        self._run.check_thread()
+
+    def _check_capture(self) -> None:
         if any(stream.is_capturing for stream in self._run.streams.values()):
             raise CaptureError(
-                "engine: expected streams without a capture to wait for, got one of a graph",
+                "engine: expected streams of which no graph is captured, got one that is",
                 argument="engine",
             )
-        self._run.check_thread()
 
     def _state(
         self, request: Hashable, argument: str = "request", *, leaving: bool = False
@@ -552,6 +558,6 @@ class DecodeEngine:
     def _finished(self, step: DecodeStep) -> None:
         self._steps.discard(step)
         # The step's layers waited for the copies of the steps before it.
-        if not step._cause:
+        if not step._cause and ran(step._copies):
             for request, clean, epoch in step._before:
                 request.confirm(clean, epoch)

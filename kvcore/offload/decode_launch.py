@@ -29,6 +29,7 @@ from kvcore.offload.decode_moves import (
     RingServe,
     RingStore,
     RingWrite,
+    Tally,
 )
 from kvcore.offload.device_pool import PoolOutput
 from kvcore.offload.layer_events import LayerEvents
@@ -41,8 +42,10 @@ if TYPE_CHECKING:
     from kvcore.offload.full_lanes import FullLane
     from kvcore.runtime import Device, Event, Stream
 
-__all__ = ["Launcher"]
+__all__ = ["Launched", "Launcher", "ran"]
 
+#: How many launches each stream had.
+Launched = Sequence[tuple[Tally, int]]
 MAX_LAYER_US = 1e9  # a quarter of an hour
 
 
@@ -109,6 +112,7 @@ class Launcher:
         }
         for name in ("h2d", "side", "d2h"):
             self.streams[name] = device.stream(name)
+        self._tallies = {name: Tally() for name in self.streams}
         launched = [layer for group in groups for layer in group if pace or layer in lanes]
         self.events = LayerEvents(device, launched)
         self._installed = {layer: device.event() for layer in launched}
@@ -133,6 +137,14 @@ class Launcher:
     def is_open(self) -> bool:
         """The device has not been left."""
         return bool(self.streams["compute"].executor.is_open)
+
+    def launched(self) -> Launched:
+        """What was launched by now, for `ran`."""
+        return [(tally, tally.launched) for tally in self._tallies.values()]
+
+    def copies_launched(self) -> Launched:
+        """Of that the copies to the host."""
+        return [(self._tallies["d2h"], self._tallies["d2h"].launched)]
 
     def check_thread(self) -> None:
         """Raise StreamError inside a host function of the device: it would wait for itself."""
@@ -160,6 +172,7 @@ class Launcher:
 
         What may still run of the past is before everything to come all the same.
         """
+        self._tallies = {name: Tally() for name in self.streams}
         compute = self.streams["compute"]
         for name in ("h2d", "side", "d2h"):
             compute.wait_stream(self.streams[name])
@@ -238,7 +251,9 @@ class Launcher:
             who = [(part.request, part.request.context, part.tokens) for part in parts]
             moves.append(RingWrite(ring, self._make, who))
             arrays = tuple(ring.lanes)
-        compute.launch(self._move(f"write {layer}", moves, arrays, HBM, tokens, twice=True))
+        self._launch(
+            "compute", self._move(f"write {layer}", moves, arrays, HBM, tokens, twice=True)
+        )
         self._written.record(compute)
 
     def _load(
@@ -264,7 +279,8 @@ class Launcher:
             moves.append(pool.plan_misses(part.chosen[group].selection, layer, out))
         if moves or misses:
             name = f"misses {layer}"
-            h2d.launch(self._move(name, moves, self._touching(layer), self._link, misses))
+            move = self._move(name, moves, self._touching(layer), self._link, misses)
+            self._launch("h2d", move)
         self.events.layer_loaded(layer, h2d)
 
     def _serve(self, layer: int, parts: Sequence[Part], group: int, count: int) -> None:
@@ -280,7 +296,8 @@ class Launcher:
                 moves.append(RingServe(self._rings[layer], request, chosen.in_ring, out.arrays))
         if moves or count:
             name = f"hits {layer}"
-            compute.launch(self._move(name, moves, self._touching(layer), HBM, count, twice=True))
+            move = self._move(name, moves, self._touching(layer), HBM, count, twice=True)
+            self._launch("compute", move)
         self._taken.record(compute)
 
     def _attention(self, layer: int, parts: Sequence[Part], group: int, us: float) -> None:
@@ -292,9 +309,8 @@ class Launcher:
                 chosen = part.chosen[group]
                 given.add(part.request.name, chosen.ids, chosen.index, self._out(turn, i).arrays)
             arrays = tuple(self._inputs[turn])
-            compute.launch(
-                BatchMove(f"attend {layer}", [Attend(self._attend, given)], arrays, [], 0)
-            )
+            move = BatchMove(f"attend {layer}", [Attend(self._attend, given)], arrays, [], 0)
+            self._launch("compute", move)
         if us:
             compute.compute(us, f"layer {layer}")
         self._attended[turn].record(compute)
@@ -310,7 +326,8 @@ class Launcher:
             moves.append(pool.plan_install(part.chosen[group].selection, layer, out))
         if moves or misses:
             name = f"install {layer}"
-            side.launch(self._move(name, moves, self._touching(layer), HBM, misses, twice=True))
+            move = self._move(name, moves, self._touching(layer), HBM, misses, twice=True)
+            self._launch("side", move)
         self._installed[layer].record(side)
         self._drained[turn].record(side)
 
@@ -334,7 +351,9 @@ class Launcher:
         if self._link != HBM:
             demands.append((HBM, sent * self._row_bytes, pieces * self._num_lanes))
         arrays = self._touching(layer)
-        d2h.launch(BatchMove(f"save {layer}", moves, arrays, demands, sent * self._row_bytes))
+        self._launch(
+            "d2h", BatchMove(f"save {layer}", moves, arrays, demands, sent * self._row_bytes)
+        )
         self.events.layer_saved(layer, d2h)
 
     def flush(self, request: DecodeRequest, first: int, host_rows: NDArray[np.int64]) -> int:
@@ -358,6 +377,9 @@ class Launcher:
     def _touching(self, layer: int) -> tuple[Any, ...]:
         """Owners of the memory that a layer's moves touch."""
         return self._owners.get(layer, ())
+
+    def _launch(self, stream: str, move: BatchMove) -> None:
+        move.launch(self.streams[stream], self._tallies[stream])
 
     def _move(
         self,
@@ -388,3 +410,8 @@ class Launcher:
             size = next(iter(self._lanes.values()))[0].block_size
             apart |= host_rows[1:] % size == 0
         return 1 + int(np.count_nonzero(apart))
+
+
+def ran(launched: Launched) -> bool:
+    """All of it ran, and none failed: only once nothing of it is under way any more."""
+    return all(tally.ran >= number for tally, number in launched)

@@ -11,7 +11,7 @@ told exactly, to the row, when it ran; parts of a request that was aborted meanw
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,12 @@ from kvcore.errors import fail
 from kvcore.offload.decode_request import DecodeRequest
 from kvcore.offload.full_lanes import FullLane
 
-__all__ = ["Attend", "AttentionInput", "BatchMove", "Ring", "RingServe", "RingStore", "RingWrite"]
+if TYPE_CHECKING:
+    from kvcore.runtime import Stream
+
+__all__ = [
+    "Attend", "AttentionInput", "BatchMove", "Ring", "RingServe", "RingStore", "RingWrite", "Tally",
+]  # fmt: skip
 
 Accesses = tuple[Access, ...]
 Demand = tuple[int, float, int]
@@ -40,6 +45,30 @@ class Part(Protocol):
 
     def touched(self) -> tuple[Accesses, Accesses]:
         """(reads, writes) of the last run."""
+
+
+class Tally:
+    """The launches of one stream, in order: how many, and how many ran with none before missing.
+
+    A stream tells of a failure once, and whoever asks it may be somebody else (a synchronise of
+    the whole device).  What a tally lacks when the stream has nothing left to run did not run.
+    """
+
+    __slots__ = ("launched", "ran")
+
+    def __init__(self) -> None:
+        self.launched = self.ran = 0
+
+    def begin(self) -> int:
+        """The number of a launch."""
+        number = self.launched
+        self.launched += 1
+        return number
+
+    def end(self, number: int) -> None:
+        """That launch has run."""
+        if number == self.ran:
+            self.ran += 1
 
 
 class BatchMove:
@@ -63,11 +92,18 @@ class BatchMove:
         self.name, self.parts, self.arrays = name, parts, arrays
         self.demands, self.bytes_moved = demands, bytes_moved
         self.num_descriptors = demands[-1][2] if demands else 0
+        self._tally, self._number = Tally(), 0
+
+    def launch(self, stream: Stream, tally: Tally) -> None:
+        """Launch it on a stream, counted there."""
+        self._tally, self._number = tally, tally.begin()
+        stream.launch(self)
 
     def run(self) -> None:
         """Every part, in order."""
         for part in self.parts:
             part.run()
+        self._tally.end(self._number)
 
     def touched(self) -> tuple[Accesses, Accesses]:
         """(reads, writes) of the last run, exact to the row."""

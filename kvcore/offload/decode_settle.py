@@ -9,7 +9,8 @@ dropped) leaves the request where it is, with a mark on every stream; the engine
 when it is next asked for a place.
 
 A failure is told once, to one of those that wait.  From that moment no request that was in the
-batch counts anything as being on the host, whoever waits beside; and all of them leave.
+batch counts anything as being on the host, whoever waits beside; and all of them leave.  Where
+somebody else was told (a synchronise of the device), it is found by the operations that lack.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvcore.errors import StreamError
+from kvcore.offload.decode_launch import ran
 
 if TYPE_CHECKING:
     from kvcore.offload.decode import DecodeEngine
@@ -50,6 +52,7 @@ class Settlement:
         self._leaving = [state for state in states if state.leaving]
         # (of a request that is aborted, copies that have not begun do not run)
         self._clean = [(state, state.clean, state.epoch) for state in states if not state.aborted]
+        self._launched = engine._run.launched()
         self._out = self._ended = False
         if step is not None and error is not None and step._cause is None:
             self._doubt(error)
@@ -77,6 +80,12 @@ class Settlement:
 
     def to_drain(self) -> Sequence[Stream]:
         """The streams on which something may run still, once a failure has put requests out."""
+        if self._error is None and self.to_synchronize and not ran(self._launched):
+            self._error = StreamError(
+                "operations that did not run, of which somebody else was told",
+                argument="engine",
+            )
+            self._doubt(self._error)
         if self._error is None and self._step is None and self.to_synchronize:
             return ()
         self._put_out()

@@ -11,6 +11,7 @@ from kvcore.offload.decode_result import DecodeFailed, StepResult
 
 if TYPE_CHECKING:
     from kvcore.offload.decode import DecodeEngine
+    from kvcore.offload.decode_launch import Launched
     from kvcore.offload.decode_request import DecodeRequest
     from kvcore.runtime import Event
 
@@ -27,9 +28,10 @@ class DecodeStep:
         start: Event,
         end: Event,
         before: list[tuple[DecodeRequest, int, int]],
+        copies: Launched,
     ) -> None:
         self._engine, self._result, self._start, self._end = engine, result, start, end
-        self._before = before
+        self._before, self._copies = before, copies
         self._lost: Mapping[Hashable, int] = {}
         self._cause: BaseException | None = None
 

@@ -455,7 +455,7 @@ async def test_what_cannot_be_waited_for_is_refused_and_changes_nothing(clock: s
         assert engine.requests == ("a", "b")
         with dev.capture(engine.streams["compute"]):
             for leave in (engine.preempt, engine.evict, engine.abort, engine.flush):
-                with pytest.raises(CaptureError, match=r"^engine: expected streams without"):
+                with pytest.raises(CaptureError, match=r"^engine: expected streams of which"):
                     await leave("a")
             with pytest.raises(CaptureError):
                 await engine.aclose()

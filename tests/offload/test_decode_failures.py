@@ -349,3 +349,51 @@ async def test_rows_without_a_block_are_not_forgotten() -> None:
         world.tables["a"][:] = kept
         assert await world.engine.preempt("a") == 9
         world.check_host("a", 9)
+
+
+@pytest.mark.parametrize("clock", ["model", "wall"])
+@pytest.mark.parametrize("what", ["preempt", "flush", "evict", "aclose"])
+async def test_a_failure_that_somebody_else_was_told_of(
+    what: str, clock: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A synchronise of the whole device takes it; the engine counts what ran by itself."""
+    plain_run = RingStore.run
+    broken = False
+
+    def run(self: RingStore) -> None:
+        if broken:
+            raise OSError("the link broke")
+        plain_run(self)
+
+    monkeypatch.setattr(RingStore, "run", run)
+    async with device(clock, 4) as dev:
+        world = World(dev, 4)
+        engine = world.engine
+        for breaks in (False, True):
+            broken = breaks
+            assert world.start("a", 9)
+            assert world.start("b", 5)
+            world.compare(await world.launch(["a", "b"], {"a": 0, "b": 0}).wait())
+            engine.accept("a", 1)
+            engine.accept("b", 1)
+            if not breaks:  # the legal twin: nobody was told, since nothing failed
+                await dev.synchronize()
+                for request in ("a", "b"):
+                    tokens = engine.context(request)
+                    assert await engine.preempt(request) == tokens
+                    world.check_host(request, tokens)
+                    world.release(request, tokens, keep=False)
+        with pytest.raises(StreamError, match=r"the link broke"):
+            await dev.synchronize()
+        broken = False
+        with pytest.raises(DecodeFailed, match=r"somebody else was told"):
+            await (engine.aclose() if what == "aclose" else getattr(engine, what)("a"))
+        if what == "aclose":
+            return
+        assert engine.requests == ()
+        for request, tokens in (("a", 9), ("b", 5)):
+            world.check_host(request, tokens)
+            world.release(request, tokens, keep=False)
+            assert world.start(request, tokens)
+        world.compare(await world.launch(["a", "b"], {"a": 1, "b": 0}).wait())
+        engine.close()
