@@ -8,14 +8,15 @@ data moves.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from kvcore._core.write_rows import write_rows
+from kvcore._core.selection_rows import expire_rows, move_rows
 from kvcore.errors import shown
 from kvcore.ops import checks
-from kvcore.ops.index_arrays import Indices, index_array, written_array
+from kvcore.ops.index_arrays import index_array, written_array
 
 __all__ = ["invalidate", "permute_rows"]
 
@@ -37,33 +38,25 @@ def permute_rows(order: Any, table: Any, status: Any) -> None:
     ParamInvalidError, with nothing written, for an order that is no permutation, shapes that
     disagree, arrays that cannot be written or share memory.
     """
-    shared = [
-        written_array(status, "status", (3, 4), STATUS_AXES),
-        written_array(table, "table", (2,), "[N, SMAX]"),
-    ]
-    wanted = index_array(order, "order", (1,), "[R]").astype(np.int64)
-    if np.shares_memory(shared[0], shared[1]):
+    books = written_array(status, "status", (3, 4), STATUS_AXES)
+    blocks = written_array(table, "table", (2,), "[N, SMAX]")
+    wanted: list[int] = index_array(order, "order", (1,), "[R]").tolist()
+    shapes = (tuple(books.shape), tuple(blocks.shape))
+    rows = _rows(shapes[0])
+    if shapes[1][0] < rows:
+        checks.fail("table", f"at least {rows} rows", list(shapes[1]))
+    if np.shares_memory(blocks, books):
         checks.fail("table", "memory of its own", "bytes shared with status")
-    # What was held is read once; write_rows sees whether the arrays are still what they were.
-    books, blocks = [np.array(array, order="C") for array in shared]
-    rows = _rows(books)
-    if len(blocks) < rows:
-        checks.fail("table", f"at least {rows} rows", list(blocks.shape))
     count = len(wanted)
     if rows % count if count else rows:
         checks.fail("order", f"a length that divides {rows} rows", count)
-    if not np.array_equal(np.sort(wanted), np.arange(count)):
-        checks.fail("order", f"each of 0..{count - 1} once", wanted.tolist())
+    if sorted(wanted) != list(range(count)):
+        checks.fail("order", f"each of 0..{count - 1} once", wanted)
     each = rows // count if count else 0
-    old = (wanted[:, None] * each + np.arange(each)).reshape(-1)
     if rows:
-        at = np.arange(rows)
-        moved = books.reshape(rows, books.shape[-1])[old]
-        write_rows(
-            [
-                (table, "table", blocks.shape, at, np.ascontiguousarray(blocks[old])),
-                (status, "status", books.shape, at, np.ascontiguousarray(moved)),
-            ]
+        old = [place * each + step for place in wanted for step in range(each)]
+        move_rows(
+            [(table, "table", shapes[1]), (status, "status", shapes[0])], np.array(old, np.int64)
         )
 
 
@@ -83,44 +76,45 @@ def invalidate(
     drafts were rejected, or tokens rewritten further back, need this.
     ParamInvalidError, with nothing written, for rows outside the status or negative positions.
     """
-    books = np.array(written_array(status, "status", (3, 4), STATUS_AXES))
-    rows = _numbers(row, "row", _rows(books) - 1)
+    shape = tuple(written_array(status, "status", (3, 4), STATUS_AXES).shape)
+    rows = _numbers(row, "row", _rows(shape) - 1)
     first = _numbers(from_position, "from_position", checks.INT64_MAX)
-    if first.size not in (1, rows.size):
-        checks.fail("from_position", f"one position, or {rows.size} as row", first.size)
+    if len(first) not in (1, len(rows)):
+        checks.fail("from_position", f"one position, or {len(rows)} as row", len(first))
     size = _numbers(selection_topk_block_size, "selection_topk_block_size", checks.INT64_MAX)
-    if size.size != 1 or size[0] < 1:
+    if len(size) != 1 or size[0] < 1:
         checks.fail("selection_topk_block_size", "an int > 0", selection_topk_block_size)
     # Block id ends at (id + 1) * size, past the position exactly from this id on.
-    own, which = np.unique(rows, return_inverse=True)
-    limit = np.full(own.shape, checks.INT64_MAX)
-    np.minimum.at(limit, which, np.broadcast_to(first // size[0], rows.shape))
-    at: tuple[Any, ...] = (own,) if books.ndim == 3 else tuple(np.divmod(own, books.shape[1]))
-    ids = np.ascontiguousarray(books[(*at, 0, slice(None, -1))])
-    expired = ids >= limit[:, None]
-    count = int(expired.sum())
-    ids[expired] = -1
-    write_rows([(status, "status", books.shape, own, ids)])
-    return count
+    limits: dict[int, int] = {}
+    for i, number in enumerate(rows):
+        limit = first[i if len(first) > 1 else 0] // size[0]
+        limits[number] = min(limit, limits.get(number, limit))
+    return expire_rows(
+        status,
+        "status",
+        shape,
+        np.array([*limits], np.int64),
+        np.array([*limits.values()], np.int64),
+    )
 
 
-def _rows(status: Indices) -> int:
-    if status.shape[-2] != 1 or status.shape[-1] < 1:
-        checks.fail("status", f"shape {STATUS_AXES}", list(status.shape))
-    return int(np.prod(status.shape[:-2], dtype=np.int64))
+def _rows(shape: tuple[int, ...]) -> int:
+    if shape[-2] != 1 or shape[-1] < 1:
+        checks.fail("status", f"shape {STATUS_AXES}", list(shape))
+    return math.prod(shape[:-2])
 
 
-def _numbers(value: Any, name: str, most: int) -> Indices:
-    """One number or an array of them, as int64 [n], each in 0..most."""
+def _numbers(value: Any, name: str, most: int) -> list[int]:
+    """One number or an array of them, each in 0..most."""
     if isinstance(value, bool | np.bool_):
         checks.fail(name, "an int or an index array", shown(value))
     if hasattr(value, "__index__") and not getattr(value, "shape", ()):
         number = int(value.__index__())
         if not 0 <= number <= most:
             checks.fail(name, f"0 <= {name} <= {most}", number)
-        return np.array([number], np.int64)
-    array = index_array(value, name, (1,), "[n]").astype(np.int64)
-    bad = np.flatnonzero((array < 0) | (array > most))
-    if bad.size:
-        checks.fail(f"{name}[{bad[0]}]", f"0 <= {name} <= {most}", int(array[bad[0]]))
-    return array
+        return [number]
+    numbers: list[int] = index_array(value, name, (1,), "[n]").tolist()
+    for i, number in enumerate(numbers):
+        if not 0 <= number <= most:
+            checks.fail(f"{name}[{i}]", f"0 <= {name} <= {most}", number)
+    return numbers

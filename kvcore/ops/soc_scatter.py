@@ -339,7 +339,8 @@ class _Windows(_NegativeSlots):
                 self.warn_of_windows(windows, starts)
             tokens = np.repeat(plan.values("seq_lens"), self.heads)
             kept = tokens - windows + ((windows > 0) if self.rule == "Rope" else 0)
-            rows = np.where(starts == -1, tokens, kept)
+            rows = kept
+            rows[starts == -1] = tokens[starts == -1]
         # On the 950 the tiling refuses 4 and 5 before a slot counts.
         if self.soc != "950" or self.number == 3:
             self.warn_of(plan.values("slot_mapping"), rows)
