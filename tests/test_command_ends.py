@@ -401,3 +401,15 @@ def test_standard_input_is_bytes(tmp_path: Path) -> None:
     )
     assert done.returncode in (0, 1)
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize("size", ["0", "1", "9" * 10, "9" * 5000, "x" * 5000])
+def test_a_terminal_of_any_size(size: str) -> None:
+    """As far as the environment says so."""
+    for words in (["info"], ["--help"], ["bench", "norm-1", "--seconds", "0.001"]):
+        program = f"import sys; from kvcore.cli import main; sys.exit(main({words!r}))"
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True,
+            env={**os.environ, "COLUMNS": size, "LINES": size},
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import pkgutil
 import signal
 import sys
@@ -21,6 +22,9 @@ from kvcore.cli.printing import STANDARD_OUTPUT, drop, flush, tell
 from kvcore.errors import KVCoreError
 
 __all__ = ["build_parser", "main"]
+
+#: Of the size of a terminal.
+MAX_DIGITS = 5
 
 
 def build_parser() -> Parser:
@@ -45,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names of files may be anything, and the terminal may know less than they need.
         sys.stdout.reconfigure(errors="backslashreplace")
+    for name in ("COLUMNS", "LINES"):
+        # rich and argparse read these as numbers, however long.
+        if len(os.environ.get(name, "")) > MAX_DIGITS:
+            del os.environ[name]
     own = _CtrlC()
     if arguments is None:
         own.install()

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
 import pytest
 from double.direct import Double
 from npu_fixtures import machine as machine
@@ -77,3 +80,38 @@ def test_a_case_whose_end_is_refused_leaves_nothing(
     library.current().aclrtSynchronizeDevice()
     launch.release(None, 0)
     assert double.live("device_memory") == 0, double.live_text()
+
+
+def test_what_a_fault_or_a_signal_ends_it_with(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """1 is for what does not agree, and for nothing else."""
+
+    def end(error: BaseException) -> Callable[[], int]:
+        def main() -> int:
+            raise error
+
+        return main
+
+    out = os.dup(1)
+    try:
+        for error, code, words in (
+            (KeyboardInterrupt(), 130, "kvcore: interrupted\n"),
+            (BrokenPipeError(), 141, ""),
+            (OSError(28, "No space left"), 2, "kvcore: standard output: No space left\n"),
+        ):
+            monkeypatch.setattr(selftest, "main", end(error))
+            assert selftest._status() == code
+            os.dup2(out, 1)
+            assert capfd.readouterr().err == words
+        monkeypatch.setattr(selftest, "main", end(LookupError("x")))
+        assert selftest._status() == 70
+        assert "Traceback" in capfd.readouterr().err
+        monkeypatch.setattr(selftest, "main", lambda: 1)
+        assert selftest._status() == 1
+    finally:
+        os.close(out)
+
+
+def test_nothing_it_prints_is_a_command_to_a_terminal() -> None:
+    assert selftest._printable("a\\b \x1b[2J é\n") == "a\\b \\x1b[2J \\xe9\\n"

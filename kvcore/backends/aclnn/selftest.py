@@ -3,14 +3,18 @@
 
 Each operator runs on the device and on the CPU, and every byte is compared.  The output is made
 to be pasted into a report: it names libraries, versions, the SoC and each result, no user data.
-Ends with 0 when all agree, 1 when something does not, 2 when there is nothing to run on.
+Ends with 0 when all agree, 1 when something does not, 2 when there is nothing to run on or the
+report cannot be written, and else as every command does: 70 for a fault of kvcore's own, 130 for
+Ctrl-C, 141 when the reader has gone.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             verdict, text = _verdict(case, options.device)
             counts[verdict] += 1
             proves = f" [{case.proves}]" if case.proves else ""
-            print(f"{verdict:8}{case.name}{proves}{text}", flush=True)
+            print(f"{verdict:8}{case.name}{proves}{_printable(text)}", flush=True)
     if not library.current().copies_in_two_dimensions:
         print("\nthis CANN copies strided arrays a row at a time")
     print("\n" + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
@@ -182,13 +186,34 @@ def _compare_selection(
 
 
 def _printable(text: str) -> str:
-    """In ASCII: paths may be anything, and the report is to be pasted."""
-    return text.encode("ascii", "backslashreplace").decode()
+    """In ASCII that a terminal shows as it is: paths may be anything, and reports are pasted."""
+    escaped = text.encode("unicode_escape", "surrogatepass").decode()
+    return escaped.replace("\\\\", "\\")  # a backslash of the text's own stays one
 
 
 def _bits(array: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(array).view(f"u{array.itemsize}")
 
 
+def _status() -> int:
+    """Python itself would end with 1 after an exception: that something does not agree."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("kvcore: interrupted", file=sys.stderr)
+        return 130
+    except OSError as error:  # a full disk, or a reader that has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if isinstance(error, BrokenPipeError):
+            return 141
+        print(f"kvcore: standard output: {error.strerror}", file=sys.stderr)
+        return CANNOT_RUN
+    except Exception:
+        traceback.print_exc()
+        return 70
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_status())
