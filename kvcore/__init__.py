@@ -8,7 +8,8 @@ runtime (kvcore.runtime, kvcore.Device), the offload engine (kvcore.offload) and
 operators (kvcore.torch) are imported when they are asked for.
 """
 
-import signal as _signal
+# (the module signal, without the milliseconds that importing it takes)
+import _signal  # type: ignore[import-not-found]
 import sys as _sys
 
 

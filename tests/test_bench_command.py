@@ -58,6 +58,7 @@ def of_ratio(ratio: str) -> bytes:
     [
         *(b"", b"nonsense\n", b"[]\n", b'{"cases": 3}\n', b'{"cases": {"norm-1": 3}}\n'),
         *map(of_ratio, ("0", "-1", "NaN", "Infinity", "1e-320", "9" * 400, "null", '"1"')),
+        b'{"cases": {}, "cases": {"norm-1": {"ratios": {"copyto": 1.5}}}}\n',
         *(b"\xff\xfe\x00", b"[" * 100_000, b'{"cases": ' + b"1" * 6000 + b"}"),
         b'{"cases": {}}' + b" " * history.MAX_LINE_BYTES,
     ],

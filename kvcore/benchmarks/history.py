@@ -13,6 +13,7 @@ from typing import Any
 
 from kvcore.benchmarks.runner import Measurement
 from kvcore.errors import fail
+from kvcore.json_files import parse_json
 
 __all__ = ["append", "last"]
 
@@ -70,7 +71,7 @@ def _cases(line: bytes) -> dict[str, Any] | None:
     if len(line) > MAX_LINE_BYTES:
         return None
     try:
-        cases = json.loads(line.decode())["cases"]
+        cases = parse_json(line)["cases"]
         ratios = [ratio for case in cases.values() for ratio in case["ratios"].values()]
         if all(1 / LARGEST_RATIO <= ratio <= LARGEST_RATIO for ratio in ratios):
             return dict(cases)

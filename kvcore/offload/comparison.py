@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcore.errors import fail
-from kvcore.offload.json_files import read_json
+from kvcore.json_files import read_json
 
 __all__ = ["Difference", "compare", "read_report"]
 

@@ -23,8 +23,8 @@ from itertools import islice
 from typing import NoReturn
 
 from kvcore.errors import fail
+from kvcore.json_files import unique_keys
 from kvcore.offload.checks import check_integer, check_path, each_of
-from kvcore.offload.json_files import unique_keys
 
 __all__ = [
     "HASH_BLOCK_TOKENS", "TraceRequest", "bounded_lines", "check_requests", "parse_line",
