@@ -21,12 +21,12 @@ import torch
 from kvcore import soc as _soc
 from kvcore.errors import KVCoreError, ParamInvalidError, fail
 from kvcore.torch import formats, vendor
+from kvcore.torch.calls import PrivateCopy
 from kvcore.torch.device_alias import DeviceAlias
-from kvcore.torch.launches import deliver
+from kvcore.torch.launches import renamed
 from kvcore.torch.record import Recorder, make_recorder
-from kvcore.torch.schemas import Arguments, register, register_alias
+from kvcore.torch.schemas import Arguments, register, register_alias, register_twin
 from kvcore.torch.streams import Streams, make_namespace
-from kvcore.torch.swap import swap_blocks_batch
 from kvcore.torch.vendor import Vendor
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["Installation", "active", "install"]
 
 NAMESPACES = ("npu", "atb", "custom", "_C_ascend")
-SWAP = "swap_blocks_batch(Tensor x, Tensor y, Tensor z, int direction) -> ()"
 #: Names that compute as well as move, which this library leaves to others.
 NOT_PLANNED = ("npu_kv_rmsnorm_rope_cache", "npu_kv_rmsnorm_rope_cache_v2")
 
@@ -63,27 +62,42 @@ class Installation:
 
     # -- calls
 
-    def perform(self, operator: Vendor, read: Arguments, args: Any, keywords: Any) -> Any:
-        """Run one call of one of the vendor's operators."""
+    def perform(
+        self,
+        operator: Vendor,
+        read: Arguments,
+        args: Any,
+        keywords: Any,
+        copies: tuple[PrivateCopy, ...] = (),
+    ) -> Any:
+        """Run one call of one of the vendor's operators, now or in stream order.
+
+        copies: tensors among the arguments that stand for others, to be filled when it runs.
+        """
+        streams = self.streams
         try:
             call = operator.prepare(self.soc, *args, **keywords)
-            if self.streams.postponing:
-                self.streams.postpone(call, operator.name)
+            if copies:
+                call.copies = (*copies, *call.copies)
+            if streams.postponing:
+                streams.postpone(call, operator.name, operator.names)
                 return call.returned
+            if streams.in_use:
+                streams.await_current()
+            plan = call.begin()
             entry = None
-            if self.recorder is not None:
+            if self.recorder is not None and operator.recorded:
                 given = read(args, keywords)
-                entry = self.recorder.before(operator, self.soc, given, call.plan)
-            if self.streams.in_use:
-                result = self.streams.run(call, operator.name)
-            else:
-                result = call.plan.run_at_once()
+                entry = self.recorder.before(operator, self.soc, given, plan)
+            result = plan.run() if streams.in_use or copies else plan.run_at_once()
         except KVCoreError as error:
-            told = vendor.renamed(error, operator.names)
-            if told is error:
+            own = renamed(error, operator.names)
+            if own is error:
                 raise
-            raise told from None
-        returned = deliver(call, result)
+            raise own from None
+        returned = call.deliver(result)
+        if streams.in_use:
+            streams.show(call, operator.name)
         if entry is not None and self.recorder is not None:
             self.recorder.after(entry, returned)
         return returned
@@ -95,14 +109,17 @@ class Installation:
         for name in NAMESPACES:
             library = libraries[name] = torch.library.Library(name, "FRAGMENT")
             self._undo.callback(library._destroy)
-        for operator in vendor.OPERATORS:
+        for operator in (*vendor.OPERATORS, vendor.SWAP):
             library = libraries[operator.namespace]
-            kernel = functools.partial(_kernel, operator, Arguments(operator.schema))
+            read = Arguments(operator.schema)
+            kernel = functools.partial(_kernel, operator, read)
             if operator.aliases:
                 register_alias(library, operator.schema, kernel, operator.aliases)
             else:
-                register(library, operator.schema, kernel, operator.shapes, twin=operator.twin)
-        register(libraries["_C_ascend"], SWAP, swap_blocks_batch, twin=False)
+                register(library, operator.schema, kernel, operator.shapes)
+            if operator.twin:
+                on_copies = functools.partial(_kernel_on_copies, operator, read)
+                register_twin(library, operator.schema, on_copies, operator.shapes)
         # Last in, so that it comes first: before the libraries go.
         self._undo.callback(_retire)
 
@@ -210,7 +227,7 @@ def install(
 
 def _retire() -> None:
     """Make kept operators raise: torch crashes when one whose library is gone is called."""
-    own = {"swap_blocks_batch"}
+    own = {vendor.SWAP.name}
     for operator in vendor.OPERATORS:
         own |= {operator.name, f"{operator.name}_functional"}
     for space in NAMESPACES:
@@ -234,6 +251,14 @@ def _kernel(operator: Vendor, read: Arguments, *args: Any, **keywords: Any) -> A
     if _active is None:
         _refuse(operator.name)
     return _active.perform(operator, read, args, keywords)
+
+
+def _kernel_on_copies(
+    operator: Vendor, read: Arguments, copies: tuple[PrivateCopy, ...], *args: Any, **keywords: Any
+) -> Any:
+    if _active is None:
+        _refuse(f"{operator.name}_functional")
+    return _active.perform(operator, read, args, keywords, copies)
 
 
 # ---------------------------------------------------------------- what is on a namespace
@@ -294,7 +319,7 @@ def _check_free(ns: Any) -> None:
     if torch._C._get_privateuse1_backend_name() == "npu":
         fail("ns", "a process without an 'npu' device", "a backend registered as 'npu'")
     known = torch._C._dispatch_get_all_op_names()
-    own = {operator.name for operator in vendor.OPERATORS} | {"swap_blocks_batch"}
+    own = {operator.name for operator in vendor.OPERATORS} | {vendor.SWAP.name}
     taken = sorted(
         name
         for name in known

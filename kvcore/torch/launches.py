@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvcore.errors import ParamInvalidError
+from kvcore.errors import KVCoreError, ParamInvalidError
 
 if TYPE_CHECKING:
     from kvcore.runtime import Device
-    from kvcore.torch.vendor import Call
+    from kvcore.torch.calls import Call
 
-__all__ = ["Done", "Later", "call_site", "deliver", "is_watched"]
+__all__ = ["Done", "Later", "call_site", "is_watched", "renamed"]
 
 #: Packages whose frames are not the caller's program.
 _OURS = ("kvcore", "torch")
@@ -34,11 +35,12 @@ class Done:
     No ``reads`` and ``writes``: a modelled device would refuse memory that is not its own.
     """
 
-    def __init__(self, plan: Any, name: str) -> None:
+    def __init__(self, call: Call, name: str) -> None:
         self.name = name
-        self.bytes_moved = plan.bytes_moved
-        self.num_descriptors = plan.num_descriptors
-        self._touched = plan.touched()
+        self.bytes_moved = call.bytes_moved
+        self.num_descriptors = call.num_descriptors
+        self._touched = call.touched()
+        _take_cost(self, call.plan)
 
     def run(self) -> None:
         """Nothing is left to do."""
@@ -51,36 +53,56 @@ class Done:
 class Later:
     """A call that runs in stream order: in a graph, or behind an event that is not recorded yet.
 
-    It reads its arguments when it runs.
+    It reads its arguments when it runs.  names: the core's argument names and the operator's,
+    where they differ, for errors.
     """
 
-    def __init__(self, call: Call, name: str) -> None:
+    def __init__(self, call: Call, name: str, names: Mapping[str, str]) -> None:
+        if call.choice is not None:
+            call.choice.prepare()
         self.call = call
         self.name = name
-        self.touched = call.plan.touched
+        self._names = names
+        self.touched = call.touched
+        _take_cost(self, call.plan)
 
     @property
     def bytes_moved(self) -> int:
-        """As the plan has it."""
-        return self.call.plan.bytes_moved
+        """As the call has it."""
+        return self.call.bytes_moved
 
     @property
     def num_descriptors(self) -> int:
-        """As the plan has it."""
-        return self.call.plan.num_descriptors
+        """As the call has it."""
+        return self.call.num_descriptors
 
     def run(self) -> None:
-        """Run the plan, and put what it returns where the caller has it."""
-        deliver(self.call, self.call.plan.run())
+        """Run the call, and put what it returns where the caller has it."""
+        try:
+            self.call.run()
+        except KVCoreError as error:
+            own = renamed(error, self._names)
+            if own is error:
+                raise
+            raise own from None
 
 
-def deliver(call: Call, result: Any) -> Any:
-    """Put what a plan returned where the call's caller has it; what the operator returns."""
-    if call.into is not None and result is not None:
-        import torch
+def _take_cost(launched: Any, plan: Any) -> None:
+    """A plan that says what it asks of the device's resources says so for its launch."""
+    for name in ("demands", "host_bytes", "h2d_bytes", "d2h_bytes"):
+        if hasattr(plan, name):
+            setattr(launched, name, getattr(plan, name))
 
-        call.into.copy_(torch.from_numpy(result))
-    return call.returned
+
+def renamed(error: KVCoreError, names: Mapping[str, str]) -> KVCoreError:
+    """The error with the argument's name as the operator that was called has it."""
+    name = names.get(error.argument or "")
+    text = str(error)
+    if name is None or error.argument is None or not text.startswith(error.argument):
+        return error
+    made = type(error)(name + text[len(error.argument) :])
+    made.__dict__.update(error.__dict__, argument=name)
+    return made
 
 
 def call_site() -> str:

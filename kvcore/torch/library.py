@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import kvcore
-from kvcore.torch.schemas import register
+from kvcore.torch.calls import as_tensor
+from kvcore.torch.schemas import register_pair
 
 __all__ = ["LIBRARY", "OPERATORS", "selection_lengths"]
 
@@ -32,7 +33,7 @@ def _update(*arrays: Tensor, **keywords: Any) -> None:
 
 
 def _gather_selection(*arrays: Tensor, **keywords: Any) -> Tensor:
-    return torch.from_numpy(kvcore.gather_selection_kv_cache(*arrays, **keywords))
+    return as_tensor(kvcore.gather_selection_kv_cache(*arrays, **keywords))
 
 
 def selection_lengths(
@@ -47,31 +48,31 @@ def selection_lengths(
     return selection_kv_block_table.new_empty((rows,), dtype=torch.int32)
 
 
-OPERATORS += register(
+OPERATORS += register_pair(
     LIBRARY,
     "scatter_pa_kv_cache(Tensor key, Tensor(a!) key_cache, Tensor slot_mapping, "
     f"Tensor? value=None, Tensor(b!)? value_cache=None, {SCATTER}) -> ()",
     kvcore.scatter_pa_kv_cache,
 )
-OPERATORS += register(
+OPERATORS += register_pair(
     LIBRARY,
     "reshape_and_cache(Tensor key, Tensor? value, Tensor(a!) key_cache, "
     f"Tensor(b!)? value_cache, Tensor slot_mapping, {SCATTER}) -> ()",
     kvcore.reshape_and_cache,
 )
-OPERATORS += register(
+OPERATORS += register_pair(
     LIBRARY,
     "scatter_pa_cache(Tensor key, Tensor(a!) key_cache, Tensor slot_mapping, "
     f"*, {COMPRESS}, str? dtype=None) -> ()",
     kvcore.scatter_pa_cache,
 )
-OPERATORS += register(
+OPERATORS += register_pair(
     LIBRARY,
     "kv_cache_update(Tensor new_kv, Tensor layer_id, Tensor(a!) past, Tensor token_offset, "
     "Tensor seq_len, *, str? dtype=None) -> ()",
     _update,
 )
-OPERATORS += register(
+OPERATORS += register_pair(
     LIBRARY,
     "gather_selection_kv_cache(Tensor(a!) selection_k_rope, Tensor(b!) selection_kv_cache, "
     "Tensor(c!) selection_kv_block_table, Tensor(d!) selection_kv_block_status, "
@@ -81,7 +82,7 @@ OPERATORS += register(
     _gather_selection,
     selection_lengths,
 )
-OPERATORS += register(
+OPERATORS += register_pair(
     LIBRARY,
     "gather_pa_kv_cache(Tensor key_cache, Tensor? value_cache, Tensor block_tables, "
     "Tensor seq_lens, Tensor(a!) key, Tensor(b!)? value, *, Tensor? seq_offset=None, "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registering one operator: schema, kernels, shape function, and its functional twin.
+"""Registering one operator: schema, kernels, shape function, and its functional form.
 
 torch.library.Library's define/impl is used rather than the custom_op decorator, which costs some
 40 us a call.
@@ -14,10 +14,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
+from kvcore._core.arrays import read
 from kvcore.errors import ParamNullError, fail
+from kvcore.torch.calls import PrivateCopy
 
-__all__ = ["Arguments", "register", "register_alias"]
+__all__ = ["Arguments", "register", "register_alias", "register_pair", "register_twin"]
 
 Kernel = Callable[..., Any]
 
@@ -39,22 +42,30 @@ KEYS = (
 
 
 def register(
-    library: torch.library.Library,
-    schema: str,
-    kernel: Kernel,
-    shapes: Kernel | None = None,
-    *,
-    twin: bool = True,
-) -> list[str]:
-    """Define one operator, and with ``twin`` its ``_functional`` form; the names defined.
+    library: torch.library.Library, schema: str, kernel: Kernel, shapes: Kernel | None = None
+) -> str:
+    """Define one operator; its name.
 
     schema: what is mutated is marked in it.  kernel: takes the arguments as the schema has them.
     shapes: the shape function of what the kernel returns; None where it returns nothing.
     """
-    names = [_define(library, schema, kernel, shapes or _nothing)]
-    if twin:
-        names.append(_twin(library, schema, kernel, shapes))
-    return names
+    return _define(library, schema, kernel, shapes or _nothing)
+
+
+def register_pair(
+    library: torch.library.Library, schema: str, kernel: Kernel, shapes: Kernel | None = None
+) -> list[str]:
+    """Define one operator and its ``_functional`` form, both of which run at once; the names."""
+
+    def on_copies(copies: tuple[PrivateCopy, ...], *args: Any, **keywords: Any) -> Any:
+        for copy in copies:
+            copy.into.copy_(copy.source)
+        return kernel(*args, **keywords)
+
+    return [
+        register(library, schema, kernel, shapes),
+        register_twin(library, schema, on_copies, shapes),
+    ]
 
 
 def register_alias(
@@ -94,13 +105,16 @@ class Arguments:
         return {**dict(zip(self.names, args, strict=False)), **keywords}
 
 
-def _twin(
-    library: torch.library.Library, schema: str, kernel: Kernel, shapes: Kernel | None
+def register_twin(
+    library: torch.library.Library, schema: str, on_copies: Kernel, shapes: Kernel | None
 ) -> str:
-    """The functional form of a mutating operator; its name.
+    """Define the functional form of a mutating operator; its name.
 
     It leaves its arguments alone and returns what the operator returns, then copies of what the
     operator would have mutated, in the order of the schema; for None an empty tensor.
+
+    on_copies: called with the copies, which it has to fill before it works on them, then with the
+    arguments, in which they stand for what the operator mutates.
     """
     head, _, returned = schema.rpartition(" -> ")
     name, _, arguments = head.partition("(")
@@ -111,11 +125,11 @@ def _twin(
     mutated = _mutated(schema)
 
     def functional(*args: Any, **keywords: Any) -> Any:
-        args, keywords, made = _with_copies(mutated, args, keywords)
-        return _together(kernel(*args, **keywords), made)
+        args, keywords, copies, made = _with_copies(mutated, args, keywords)
+        return _together(on_copies(copies, *args, **keywords), made)
 
     def functional_shapes(*args: Any, **keywords: Any) -> Any:
-        args, keywords, made = _with_copies(mutated, args, keywords)
+        args, keywords, _, made = _with_copies(mutated, args, keywords)
         return _together(None if shapes is None else shapes(*args, **keywords), made)
 
     return _define(library, f"{name}_functional({plain} -> {result}", functional, functional_shapes)
@@ -165,25 +179,42 @@ def _mutated(schema: str) -> list[tuple[int, str]]:
 
 def _with_copies(
     mutated: list[tuple[int, str]], args: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
-    """The arguments with copies of the mutated ones in their place, and these copies."""
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[PrivateCopy, ...], list[Tensor]]:
+    """The arguments with new tensors for the mutated ones, these pairs, and what is returned."""
     positional, named = list(args), dict(keywords)
+    copies: list[PrivateCopy] = []
     made: list[Tensor | None] = []
     for i, name in mutated:
         here = 0 <= i < len(positional)
         tensor = positional[i] if here else named.get(name)
-        copy = None if tensor is None else tensor.clone()
+        if tensor is None:
+            made.append(None)
+            continue
+        copy = _like(tensor, name)
+        copies.append(PrivateCopy(copy, tensor, name))
         made.append(copy)
         if here:
             positional[i] = copy
-        elif copy is not None:
+        else:
             named[name] = copy
-    like = next((tensor for tensor in made if tensor is not None), None)
-    if like is None:
+    if not copies:
         raise ParamNullError(
             f"{mutated[0][1]}: expected an array, got None", argument=mutated[0][1], seen=None
         )
-    return tuple(positional), named, [like.new_empty(0) if t is None else t for t in made]
+    empty = copies[0].into
+    return (
+        tuple(positional),
+        named,
+        tuple(copies),
+        [empty.new_empty(0) if t is None else t for t in made],
+    )
+
+
+def _like(tensor: Any, name: str) -> Tensor:
+    """A new tensor of the same shape and dtype."""
+    if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
+        read(tensor, name)  # the typed error of one that no operator can read
+    return torch.empty_like(tensor)
 
 
 def _together(result: Any, made: list[Tensor]) -> Any:

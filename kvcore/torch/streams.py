@@ -16,7 +16,7 @@ import os
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import ParamInvalidError, StreamError, fail
@@ -25,8 +25,8 @@ from kvcore.torch.launches import Done, Later, call_site, is_watched
 if TYPE_CHECKING:
     from kvcore.runtime import Device
     from kvcore.runtime import Stream as RuntimeStream
+    from kvcore.torch.calls import Call
     from kvcore.torch.events import Event, ExternalEvent
-    from kvcore.torch.vendor import Call
 
 __all__ = ["Stream", "Streams", "active", "make_namespace", "the_stream"]
 
@@ -123,21 +123,25 @@ class Streams:
         else:
             self._device.synchronize_blocking()
 
-    def run(self, call: Call, name: str) -> Any:
-        """Run a call now, at its place on the current stream."""
+    def await_current(self) -> None:
+        """Wait for what the current stream has, so that a call made now comes behind it."""
         raw = self._raw
         if not raw.idle:
             raw.synchronize_blocking()
-        result = call.plan.run()
+
+    def show(self, call: Call, name: str) -> None:
+        """Let those who watch the device see a call that has just run at its place."""
         if self._watched is None:
             self._watched = is_watched(self.device)
         if self._watched:
-            raw.launch(Done(call.plan, f"{name} at {call_site()}"))
-        return result
+            self._raw.launch(Done(call, f"{name} at {call_site()}"))
 
-    def postpone(self, call: Call, name: str) -> None:
-        """Leave a call to the current stream, or to the graph that is captured on it."""
-        self._raw.launch(Later(call, f"{name} at {call_site()}"))
+    def postpone(self, call: Call, name: str, names: Mapping[str, str]) -> None:
+        """Leave a call to the current stream, or to the graph that is captured on it.
+
+        names: the operator's names of the core's arguments, for errors.
+        """
+        self._raw.launch(Later(call, f"{name} at {call_site()}", names))
 
     def be_patient(self, done: Callable[[], bool]) -> None:
         """Before a host waits: see that it can end, as far as external events matter."""

@@ -11,35 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import kvcore
 from kvcore._core.arrays import read
-from kvcore._core.plan import Plan
-from kvcore.errors import KVCoreError, ParamInvalidError, fail
+from kvcore.errors import ParamInvalidError, fail
 from kvcore.soc import current, resolve
+from kvcore.torch.calls import Call, PrivateCopy
 from kvcore.torch.formats import is_nz
 from kvcore.torch.library import selection_lengths
 from kvcore.torch.scatter_nd import plan_scatter_nd_update
+from kvcore.torch.selection import select
+from kvcore.torch.swap import plan_swap_blocks_batch
 
-__all__ = ["OPERATORS", "Call", "Vendor", "renamed"]
+__all__ = ["OPERATORS", "SWAP", "Vendor"]
 
 INDEX_DTYPES = (torch.int32, torch.int64)
-
-
-class Call(NamedTuple):
-    """One call, ready to run.
-
-    plan: what moves the bytes.  returned: what the operator returns, filled by the run.
-    into: a tensor that takes what the plan's run returns, or None.
-    """
-
-    plan: Plan
-    returned: Any = None
-    into: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +42,7 @@ class Vendor:
     twin:    whether a ``_functional`` form goes with it.
     aliases: mutated arguments that are returned as well.
     names:   the core's argument names and the schema's, where they differ: for errors.
+    recorded: whether calls can be kept in a file.
     """
 
     namespace: str
@@ -61,22 +52,12 @@ class Vendor:
     twin: bool = False
     aliases: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
+    recorded: bool = True
 
     @property
     def name(self) -> str:
         """The name, without an overload's."""
         return self.schema.partition("(")[0].partition(".")[0]
-
-
-def renamed(error: KVCoreError, names: Mapping[str, str]) -> KVCoreError:
-    """The error in the words of the operator that was called."""
-    name = names.get(error.argument or "")
-    text = str(error)
-    if name is None or error.argument is None or not text.startswith(error.argument):
-        return error
-    made = type(error)(name + text[len(error.argument) :])
-    made.__dict__.update(error.__dict__, argument=name)
-    return made
 
 
 # ---------------------------------------------------------------- scatter
@@ -202,8 +183,9 @@ def _scatter_nd_(soc: Any, self: Tensor, indices: Tensor, updates: Tensor) -> Ca
 
 def _scatter_nd(soc: Any, self: Tensor, indices: Tensor, updates: Tensor) -> Call:
     _check_readable(self=self, indices=indices, updates=updates)
-    made = self.clone()
-    return Call(plan_scatter_nd_update(made, indices, updates), made)
+    made = torch.empty_like(self)
+    plan = plan_scatter_nd_update(made, indices, updates)
+    return Call(plan, made, copies=(PrivateCopy(made, self, "self"),))
 
 
 def _check_readable(**tensors: Tensor) -> None:
@@ -213,7 +195,7 @@ def _check_readable(**tensors: Tensor) -> None:
 
 
 def _like_self(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    return self.clone()
+    return torch.empty_like(self)
 
 
 # ---------------------------------------------------------------- gather
@@ -316,7 +298,8 @@ def _load(
         key=key,
         value=value,
     )
-    return call._replace(returned=(key, value))
+    call.returned = (key, value)
+    return call
 
 
 def _num_tokens(context_lens: Tensor, cumsum: bool) -> int:
@@ -337,36 +320,12 @@ def _load_shapes(
     )
 
 
-# ---------------------------------------------------------------- selection
-def _select(soc: Any, *arrays: Tensor, selection_topk_block_size: int = 64) -> Call:
-    table, topk, q_lens = arrays[2], arrays[4], arrays[9]
-    _check_readable(full_q_actual_seq=q_lens)
-    plan = kvcore.plan_gather_selection_kv_cache(
-        *arrays,
-        selection_topk_block_size=selection_topk_block_size,
-        q_lens_cumulative=_are_totals(q_lens, topk),
-        soc=soc,
-    )
-    lengths = table.new_empty((table.shape[0],), dtype=torch.int32)
-    return Call(plan, lengths, lengths)
+# ---------------------------------------------------------------- swap
+def _swap(soc: Any, x: Tensor, y: Tensor, z: Tensor, direction: int) -> Call:
+    return Call(plan_swap_blocks_batch(x, y, z, direction))
 
 
-def _are_totals(q_lens: Any, topk: Any) -> bool:
-    """Whether query lengths are running totals.
-
-    Clients pass either.  They are totals when one exceeds S, which no length may, and they rise
-    from 0 in steps of 0 to S, which lengths that broke the rule would hardly do.
-    """
-    if not isinstance(q_lens, Tensor) or not isinstance(topk, Tensor) or not q_lens.numel():
-        return False
-    if q_lens.dim() != 1 or topk.dim() not in (3, 4) or q_lens.dtype not in INDEX_DTYPES:
-        return False
-    steps = topk.shape[1] if topk.dim() == 4 else topk.shape[0] // len(q_lens)
-    totals: list[int] = q_lens.tolist()
-    rises = [b - a for a, b in zip([0, *totals[:-1]], totals, strict=True)]
-    return max(totals) > steps and all(0 <= rise <= steps for rise in rises)
-
-
+# ---------------------------------------------------------------- schemas
 _COMPRESS = "Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, Tensor? seq_lens=None"
 _SELECTION = (
     "Tensor(a!) selection_k_rope, Tensor(b!) selection_kv_cache, "
@@ -457,8 +416,16 @@ OPERATORS: tuple[Vendor, ...] = (
     Vendor(
         "custom",
         f"npu_gather_selection_kv_cache({_SELECTION}) -> Tensor",
-        _select,
+        select,
         selection_lengths,
         twin=True,
     ),
+)
+
+#: Under torch.ops only, and with no tensor arguments that a file could keep.
+SWAP = Vendor(
+    "_C_ascend",
+    "swap_blocks_batch(Tensor x, Tensor y, Tensor z, int direction) -> ()",
+    _swap,
+    recorded=False,
 )

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvcore.errors import fail
 from kvcore.torch import formats, vendor
-from kvcore.torch.launches import deliver
 from kvcore.torch.record import (
     HEAD,
     MAGIC,
@@ -304,7 +303,7 @@ class _Record:
                 formats.npu_format_cast(tensor, formats.Format.FRACTAL_NZ)
         args, keywords = self._call(built)
         call = self.operator.prepare(self.soc, *args, **keywords)
-        return built, _new(deliver(call, call.plan.run()), built)
+        return built, _new(call.run(), built)
 
     def run_on(self, ns: Any, device: Any) -> Done:
         """Run it with the operator of that name on ns."""
