@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 from kvcore.errors import fail
+from kvcore.torch.device_alias import place
 
 __all__ = [
     "Format",
+    "check_nd",
     "empty_with_format",
     "empty_with_swapped_memory",
     "get_npu_format",
     "is_nz",
     "npu_format_cast",
+    "npu_format_cast_",
 ]
 
 TAG = "_kvcore_format"
@@ -45,28 +48,83 @@ def is_nz(tensor: Tensor) -> bool:
     return getattr(tensor.untyped_storage(), TAG, None) == Format.FRACTAL_NZ
 
 
+def check_nd(**caches: Tensor) -> None:
+    """Raise for a cache tagged FRACTAL_NZ, for operators that know ND ones only."""
+    for name, cache in caches.items():
+        if isinstance(cache, Tensor) and is_nz(cache):
+            fail(name, "an ND cache", "one tagged FRACTAL_NZ")
+
+
 def get_npu_format(tensor: Tensor) -> int:
     """29 (FRACTAL_NZ) or 2 (ND)."""
     return int(Format.FRACTAL_NZ if is_nz(tensor) else Format.ND)
 
 
-def npu_format_cast(tensor: Tensor, acl_format: int) -> Tensor:
-    """29 tags the tensor's memory, and all views of it, as FRACTAL_NZ and returns the tensor.
+def npu_format_cast(
+    tensor: Tensor,
+    acl_format: int | Tensor,
+    *,
+    customize_dtype: torch.dtype | int | None = None,
+    input_dtype: torch.dtype | int | None = None,
+) -> Tensor:
+    """The tensor in another format: a new one with a copy of its bytes; itself when it has it.
 
-    2 (ND) or 0 (NCHW) gives an untagged tensor: this one, or a copy of a tagged one, as on the
-    device, where a cast makes a tensor of its own.
+    acl_format: 29 (FRACTAL_NZ), 2 (ND) or 0 (NCHW, the same as ND here); a tensor stands for its
+    format.  customize_dtype, input_dtype: by what width the vendor's chooses the columns of
+    FRACTAL_NZ; here the shape is that of the memory already, so they mean nothing.
     """
-    global _tagging
+    nz = _wants_nz(tensor, acl_format, customize_dtype, input_dtype)
+    if nz == is_nz(tensor):
+        return tensor
+    made = tensor.clone()
+    _tag(made, nz)
+    return made
+
+
+def npu_format_cast_(
+    tensor: Tensor,
+    acl_format: int | Tensor,
+    *,
+    customize_dtype: torch.dtype | int | None = None,
+    input_dtype: torch.dtype | int | None = None,
+) -> Tensor:
+    """Give the tensor's memory, and with it all views of it, another format; the tensor.
+
+    acl_format: 29, 2 or 0 as in npu_format_cast.  A tensor instead is copied over this one, which
+    keeps its own format.
+    """
+    nz = _wants_nz(tensor, acl_format, customize_dtype, input_dtype)
+    if isinstance(acl_format, Tensor):
+        if acl_format.shape != tensor.shape:
+            fail("acl_format", f"a tensor of shape {list(tensor.shape)}", list(acl_format.shape))
+        return tensor.copy_(acl_format)
+    if nz != is_nz(tensor):
+        _tag(tensor, nz)
+    return tensor
+
+
+def _wants_nz(tensor: Any, acl_format: Any, *dtypes: Any) -> bool:
+    """Whether FRACTAL_NZ is asked for, arguments checked."""
     if not isinstance(tensor, Tensor):
         fail("tensor", "a tensor", type(tensor).__name__)
+    if tensor.layout is not torch.strided:
+        fail("tensor", "a dense (strided) tensor", f"layout {tensor.layout}")
+    for name, dtype in zip(("customize_dtype", "input_dtype"), dtypes, strict=True):
+        known = dtype is None or isinstance(dtype, torch.dtype)
+        if not known and (isinstance(dtype, bool) or not isinstance(dtype, int)):
+            fail(name, "a torch.dtype, a number or None", repr(dtype))
+    if isinstance(acl_format, Tensor):
+        return is_nz(acl_format)
     if isinstance(acl_format, bool) or acl_format not in list(Format):
         names = ", ".join(f"{f.value} ({f.name})" for f in Format)
-        fail("acl_format", f"one of {names}", repr(acl_format))
-    if acl_format == Format.FRACTAL_NZ:
-        _tagging = True
-        setattr(tensor.untyped_storage(), TAG, Format.FRACTAL_NZ)
-        return tensor
-    return tensor.clone() if is_nz(tensor) else tensor
+        fail("acl_format", f"one of {names}, or a tensor", repr(acl_format))
+    return bool(acl_format == Format.FRACTAL_NZ)
+
+
+def _tag(tensor: Tensor, nz: bool) -> None:
+    global _tagging
+    _tagging = True
+    setattr(tensor.untyped_storage(), TAG, Format.FRACTAL_NZ if nz else Format.ND)
 
 
 def empty_with_format(
@@ -77,7 +135,7 @@ def empty_with_format(
     size: the shape as it lies in memory.  keywords: layout, pin_memory and base_addr, which the
     vendor's has too, mean nothing.
     """
-    return npu_format_cast(_empty(size, dtype, device), acl_format)
+    return npu_format_cast_(_empty(size, dtype, device), acl_format)
 
 
 def empty_with_swapped_memory(size: Any, dtype: Any = None, device: Any = None) -> Tensor:
@@ -88,4 +146,4 @@ def empty_with_swapped_memory(size: Any, dtype: Any = None, device: Any = None) 
 def _empty(size: Any, dtype: Any, device: Any) -> Tensor:
     if device is not None and str(device).partition(":")[0] not in ("npu", "cpu"):
         fail("device", "'npu', 'cpu' or None", repr(device))
-    return torch.empty(tuple(size), dtype=dtype)
+    return place(torch.empty(tuple(size), dtype=dtype, device="cpu"), device)

@@ -22,7 +22,7 @@ from kvcore import soc as _soc
 from kvcore.errors import KVCoreError, ParamInvalidError, fail
 from kvcore.torch import formats, vendor
 from kvcore.torch.calls import PrivateCopy
-from kvcore.torch.device_alias import DeviceAlias
+from kvcore.torch.device_alias import DeviceAlias, name_spare_backend
 from kvcore.torch.launches import renamed
 from kvcore.torch.record import Recorder, make_recorder
 from kvcore.torch.schemas import Arguments, register, register_alias, register_twin
@@ -198,7 +198,9 @@ def install(
     device: an open ``kvcore.Device`` whose streams ``ns.npu`` hands out; None opens one when
             ``ns.npu`` is first used.
     record: a path, or a ``Recording``: keep calls in a file for ``verify``.
-    device_alias: read ``device="npu"`` in torch's functions as "cpu", in this thread.
+    device_alias: let "npu" mean the CPU's memory in torch's functions, in this thread; what goes
+            to that device and what comes from it is copied.  Names torch's spare backend 'npu',
+            for the process and for good.
 
     Returns a handle: ``uninstall()``, or use it in a ``with`` block.  ParamInvalidError when
     torch_npu is loaded, kvcore is installed already, or one of the names is taken.
@@ -212,6 +214,8 @@ def install(
     recorder = make_recorder(record)
     with _LOCK:
         _check_free(ns)
+        if device_alias:
+            name_spare_backend()
         made = Installation(ns, found, device, recorder)
         try:
             made._register()
@@ -275,6 +279,7 @@ def _members(name: str) -> dict[str, Any]:
     members["atb"] = atb
     members["npu"] = make_namespace(f"{name}.npu")
     members["npu_format_cast"] = formats.npu_format_cast
+    members["npu_format_cast_"] = formats.npu_format_cast_
     members["get_npu_format"] = formats.get_npu_format
     members["Format"] = formats.Format
     members["empty_with_format"] = formats.empty_with_format
@@ -316,8 +321,6 @@ def _check_free(ns: Any) -> None:
     real = sys.modules.get("torch_npu")
     if getattr(real, "__file__", None):
         fail("ns", "a process without torch_npu", f"torch_npu loaded from {real.__file__}")  # type: ignore[union-attr]
-    if torch._C._get_privateuse1_backend_name() == "npu":
-        fail("ns", "a process without an 'npu' device", "a backend registered as 'npu'")
     known = torch._C._dispatch_get_all_op_names()
     own = {operator.name for operator in vendor.OPERATORS} | {vendor.SWAP.name}
     taken = sorted(

@@ -99,6 +99,9 @@ class Arguments:
     def __init__(self, schema: str) -> None:
         self.schema = torch._C.parse_schema(schema)
         self.names = [argument.name for argument in self.schema.arguments]
+        self.written = {
+            argument.name for argument in self.schema.arguments if _is_written(argument)
+        }
 
     def __call__(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
         """Every argument that was given, by name."""
@@ -173,8 +176,12 @@ def _mutated(schema: str) -> list[tuple[int, str]]:
     return [
         (-1 if argument.kwarg_only else i, argument.name)
         for i, argument in enumerate(Arguments(schema).schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if _is_written(argument)
     ]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _with_copies(

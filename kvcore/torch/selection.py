@@ -14,6 +14,7 @@ from kvcore._core.arrays import read
 from kvcore._core.plan import Plan
 from kvcore.soc import current
 from kvcore.torch.calls import Call
+from kvcore.torch.formats import check_nd
 
 __all__ = ["are_totals", "select"]
 
@@ -24,6 +25,12 @@ def select(soc: Any, *arrays: Tensor, selection_topk_block_size: int = 64) -> Ca
     """The call of npu_gather_selection_kv_cache; its arguments are the operator's."""
     table, topk, q_lens = arrays[2], arrays[4], arrays[9]
     read(q_lens, "full_q_actual_seq")
+    check_nd(
+        selection_k_rope=arrays[0],
+        selection_kv_cache=arrays[1],
+        full_k_rope=arrays[5],
+        full_kv_cache=arrays[6],
+    )
     choice = _Lengths(
         partial(
             kvcore.plan_gather_selection_kv_cache,

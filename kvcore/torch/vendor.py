@@ -21,7 +21,7 @@ from kvcore._core.arrays import read
 from kvcore.errors import ParamInvalidError, fail
 from kvcore.soc import current, resolve
 from kvcore.torch.calls import Call, PrivateCopy
-from kvcore.torch.formats import is_nz
+from kvcore.torch.formats import check_nd, is_nz
 from kvcore.torch.library import selection_lengths
 from kvcore.torch.scatter_nd import plan_scatter_nd_update
 from kvcore.torch.selection import select
@@ -74,8 +74,12 @@ def _scatter(
     seq_lens: Tensor | None = None,
     cache_mode: str | None = "PA_NZ",
 ) -> Call:
-    # op-plugin takes None for the default, which is PA_NZ, unlike aclnn's.
-    mode = "PA_NZ" if cache_mode is None else cache_mode
+    # None is ND here, although the default is PA_NZ.
+    mode = "Norm" if cache_mode is None else cache_mode
+    if mode != "PA_NZ":
+        for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+            if cache is not None and is_nz(cache):
+                fail("cache_mode", f"'PA_NZ' for a {name} tagged FRACTAL_NZ", repr(cache_mode))
     try:
         return Call(
             kvcore.plan_scatter_pa_kv_cache(
@@ -126,6 +130,7 @@ def _scatter_cache(
     seq_lens: Tensor | None = None,
     key_cache: Tensor,
 ) -> Call:
+    check_nd(key_cache=key_cache)
     return Call(
         kvcore.plan_scatter_pa_cache(
             key,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcore._core.adopt import MAX_EXTENT
 from kvcore.errors import fail
 from kvcore.torch import formats, vendor
 from kvcore.torch.record import (
@@ -65,7 +67,8 @@ class Difference:
 class Verification:
     """What came of it.
 
-    calls: run again; where: who ran them.  cut_off: the file ends inside a record.
+    calls: run again; where: who ran them.  cut_off: the file ends inside a record.  ok: there was
+    a call, and all came out as recorded.
     """
 
     path: str
@@ -76,13 +79,16 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether everything came out as recorded."""
-        return not self.differences
+        """Whether there was a call at least, and everything came out as recorded."""
+        return self.calls > 0 and not self.differences
 
     def __str__(self) -> str:
         found = len(self.differences)
         head = f"{self.path}: {self.calls} calls by {', '.join(self.where)}, "
-        head += "as recorded" if self.ok else f"{found} tensors not as recorded"
+        if not self.calls:
+            head += "so nothing was compared"
+        else:
+            head += f"{found} tensors not as recorded" if found else "as recorded"
         if self.cut_off:
             head += " (the file ends inside a record)"
         more = [f"... and {found - MAX_SHOWN} more"] if found > MAX_SHOWN else []
@@ -174,9 +180,13 @@ class _Reader:
         operator = operators.get((text["namespace"], text["schema"]))
         if operator is None:
             self.bad(f"an operator {text['schema']!r} of {text['namespace']!r}")
-        unknown = {*text["arguments"], *text["tensors"]} - set(Arguments(operator.schema).names)
+        arguments = Arguments(operator.schema)
+        unknown = {*text["arguments"], *text["tensors"]} - set(arguments.names)
         if unknown:
             self.bad(f"arguments {sorted(unknown)}, which {operator.name} does not have")
+        own = sum(returned.alias_info is None for returned in arguments.schema.returns)
+        if len(text["returned"]) != own:
+            self.bad(f"{len(text['returned'])} returned tensors, where {operator.name} has {own}")
         spans = [span for t in (*text["tensors"].values(), *text["returned"]) for span in _spans(t)]
         total = max((at + n for at, n in spans), default=0)
         if any(at < 0 or n < 0 for at, n in spans):
@@ -222,6 +232,21 @@ class _Stored:
         self.bytes = piece("bytes")
         self.ranges = self._read_ranges(piece("ranges"))
         self.written = self._read_ranges(piece("written"))
+        if self.size > MAX_EXTENT:
+            raise ValueError(f"{self.name}: {self.size} bytes from its first to its last")
+        self._check(self.before, self.ranges, "before the call")
+        self._check(self.after, self.written, "after it")
+        self._check(self.bytes, None, "returned")
+
+    def _check(self, kept: Bytes | None, ranges: Ranges | None, what: str) -> None:
+        """Raise unless as many bytes were kept as the shape or the ranges say."""
+        if kept is None:
+            return
+        wanted = math.prod(self.shape) * self.dtype.itemsize
+        if ranges is not None:
+            wanted = sum((ranges[:, 1] - ranges[:, 0]).tolist())
+        if kept.size != wanted:
+            raise ValueError(f"{self.name}: {kept.size} bytes {what}, where {wanted} belong")
 
     @property
     def size(self) -> int:
@@ -237,6 +262,8 @@ class _Stored:
         found = raw.view(np.int64).reshape(-1, 2)
         if len(found) and (found.min() < 0 or found.max() > self.size):
             raise ValueError(f"{self.name}: ranges outside of the tensor")
+        if (found[:, 1] < found[:, 0]).any():
+            raise ValueError(f"{self.name}: a range that ends before it begins")
         return found
 
     def build(self, device: Any = None) -> tuple[Tensor, Tensor]:
@@ -256,13 +283,15 @@ class _Stored:
             tensor.copy_(whole)
         return base, tensor
 
-    def left(self, base: Tensor, tensor: Tensor) -> tuple[Bytes, Bytes] | None:
-        """(bytes now, bytes recorded) of what the call wrote; None when it wrote nothing here."""
-        if self.after is None:
-            return None
-        if self.written is None:
-            return bytes_of(tensor.cpu()), self.after
-        return take(base.cpu().numpy(), self.written), self.after
+    def left(self, base: Tensor, tensor: Tensor) -> tuple[Bytes, Bytes]:
+        """(bytes now, bytes recorded) of an output: what was written, or that nothing was."""
+        recorded, ranges = self.after, self.written
+        if recorded is None:
+            assert self.before is not None
+            recorded, ranges = self.before, self.ranges
+        if ranges is None:
+            return bytes_of(tensor.cpu()), recorded
+        return take(base.cpu().numpy(), ranges), recorded
 
 
 def _put(memory: Bytes, ranges: Ranges, content: Bytes) -> None:
@@ -300,7 +329,7 @@ class _Record:
         built = {name: stored.build() for name, stored in self.tensors.items()}
         for name, (_, tensor) in built.items():
             if self.tensors[name].nz:
-                formats.npu_format_cast(tensor, formats.Format.FRACTAL_NZ)
+                formats.npu_format_cast_(tensor, formats.Format.FRACTAL_NZ)
         args, keywords = self._call(built)
         call = self.operator.prepare(self.soc, *args, **keywords)
         return built, _new(call.run(), built)
@@ -308,12 +337,18 @@ class _Record:
     def run_on(self, ns: Any, device: Any) -> Done:
         """Run it with the operator of that name on ns."""
         built = {name: stored.build(device) for name, stored in self.tensors.items()}
-        for name, (base, tensor) in built.items():
-            if self.tensors[name].nz:
-                built[name] = base, ns.npu_format_cast(tensor, int(formats.Format.FRACTAL_NZ))
-        args, keywords = self._call(built)
+        nz = int(formats.Format.FRACTAL_NZ)
+        cast = {
+            name: ns.npu_format_cast(tensor, nz)
+            for name, (_, tensor) in built.items()
+            if self.tensors[name].nz
+        }
+        given = {name: (base, cast.get(name, tensor)) for name, (base, tensor) in built.items()}
+        args, keywords = self._call(given)
         returned = getattr(ns, self.operator.name)(*args, **keywords)
-        return built, _new(returned, built)
+        for name, tensor in cast.items():
+            built[name][1].copy_(ns.npu_format_cast(tensor, int(formats.Format.ND)))
+        return built, _new(returned, given)
 
     def check(self, number: int, where: str, run: Callable[[], Done]) -> list[Difference]:
         """Run it and say what came out other than recorded."""
@@ -323,10 +358,11 @@ class _Record:
             told = f"{type(error).__name__}: {error}"
             return [Difference(number, self.operator.name, where, "", 0, 0, told, "")]
         found = []
+        outputs = Arguments(self.operator.schema).written
         for name, (base, tensor) in built.items():
-            pair = self.tensors[name].left(base, tensor)
-            if pair is not None:
-                found.append(self._difference(number, where, self.tensors[name], *pair))
+            if name in outputs:
+                stored = self.tensors[name]
+                found.append(self._difference(number, where, stored, *stored.left(base, tensor)))
         for stored, tensor in zip(self.returned, returned, strict=False):
             assert stored.bytes is not None
             now = bytes_of(tensor.cpu())
@@ -353,7 +389,7 @@ class _Record:
             self.operator.name,
             where,
             stored.name,
-            _place(stored.written, first),
+            _place(stored.written if stored.after is not None else stored.ranges, first),
             count,
             now[first : first + size].tobytes().hex(),
             recorded[first : first + size].tobytes().hex(),

@@ -67,7 +67,6 @@ FORMS: dict[str, Form] = {
         seq_lens=None,
         cache_mode="PA_NZ",
     ),
-    "mode None is PA_NZ": lambda op, k, v, kc, vc, s: op(k, v, kc, vc, s, cache_mode=None),
 }
 
 
@@ -386,29 +385,114 @@ def test_a_tag_survives_views(torch_npu: Any) -> None:
     key, value, key_cache, value_cache = tokens(), tokens(), cache(), cache()
     both = torch.stack([to_nz(key_cache), to_nz(value_cache)])
     tagged = torch_npu.npu_format_cast(both, torch_npu.Format.FRACTAL_NZ)
-    assert tagged.data_ptr() == both.data_ptr()
-    del both
     for view in (tagged[0], tagged[:, 1:3], tagged.view(-1), tagged.view(torch.int16)):
         assert torch_npu.get_npu_format(view) == 29
-    for own in (tagged.clone(), tagged + 0, torch.zeros(3)):
+    for own in (both, tagged.clone(), tagged + 0, torch.zeros(3)):
         assert torch_npu.get_npu_format(own) == 2
     torch_npu._npu_reshape_and_cache(key, value, tagged[0], tagged[1], ints(*SLOTS))
     same(
         (tagged[0], to_nz(written(key_cache, key, SLOTS))),
         (tagged[1], to_nz(written(value_cache, value, SLOTS))),
+        (both[0], to_nz(key_cache)),
     )
     torch_npu._npu_reshape_and_cache_siso(key, tagged[1], ints(*SLOTS))
     same((tagged[1], to_nz(written(value_cache, key, SLOTS))))
 
 
-def test_casting_back_makes_a_tensor_of_its_own(torch_npu: Any) -> None:
-    plain = torch.randn(3)
+def test_a_cast_makes_a_tensor_of_its_own(torch_npu: Any) -> None:
+    plain = torch.randn(2, 3, 4)[:, 1:].transpose(0, 1)
     assert torch_npu.npu_format_cast(plain, 2) is plain
+    assert torch_npu.npu_format_cast(plain, 0) is plain
     nz = torch_npu.npu_format_cast(plain, 29)
+    assert torch_npu.npu_format_cast(nz, 29) is nz
     nd = torch_npu.npu_format_cast(nz, 2)
-    assert [torch_npu.get_npu_format(x) for x in (nz, nd)] == [29, 2]
-    assert nd.data_ptr() != nz.data_ptr()
-    same((nd, nz))
+    assert [torch_npu.get_npu_format(x) for x in (plain, nz, nd)] == [2, 29, 2]
+    assert len({x.data_ptr() for x in (plain, nz, nd)}) == 3
+    same((plain, nz), (nd, nz))
+
+
+def test_a_tensor_stands_for_its_format(torch_npu: Any) -> None:
+    plain, other = torch.randn(3, 4), torch.zeros(1)
+    nz = torch_npu.npu_format_cast(plain, 29)
+    like = torch_npu.npu_format_cast(plain, nz)
+    assert torch_npu.get_npu_format(like) == 29
+    assert like.data_ptr() not in (plain.data_ptr(), nz.data_ptr())
+    assert torch_npu.npu_format_cast(plain, other) is plain
+    assert torch_npu.get_npu_format(torch_npu.npu_format_cast(nz, other)) == 2
+
+
+def test_a_cast_in_place(torch_npu: Any) -> None:
+    x = torch.randn(3, 4)
+    view, before = x[1:], x.clone()
+    for acl_format in (29, 29, 2, 0, 29):
+        assert torch_npu.npu_format_cast_(x, acl_format) is x
+        assert torch_npu.get_npu_format(view) == (29 if acl_format == 29 else 2)
+        same((x, before))
+    source = torch.randn(3, 4)
+    assert torch_npu.npu_format_cast_(x, source) is x  # copied over, in the format it has
+    assert [torch_npu.get_npu_format(t) for t in (x, source)] == [29, 2]
+    same((x, source))
+    with pytest.raises(kvcore.ParamInvalidError, match=r"^acl_format: expected a tensor of shape"):
+        torch_npu.npu_format_cast_(x, source[:2])
+    same((x, source))
+
+
+def test_the_width_of_a_cast_is_taken(torch_npu: Any) -> None:
+    for dtype in (torch.int8, 1, None):
+        for cast in (torch_npu.npu_format_cast, torch_npu.npu_format_cast_):
+            made = cast(torch.ones(2, 2), 29, customize_dtype=dtype, input_dtype=dtype)
+            assert torch_npu.get_npu_format(made) == 29
+            for wrong in ({"customize_dtype": "int8"}, {"input_dtype": True}):
+                message = rf"^{next(iter(wrong))}: expected a torch.dtype, a number or None"
+                with pytest.raises(kvcore.ParamInvalidError, match=message):
+                    cast(torch.ones(2, 2), 29, **wrong)
+
+
+@pytest.mark.parametrize("cache_mode", ["Norm", None, ""])
+def test_a_mode_that_the_tag_contradicts(torch_npu: Any, cache_mode: str | None) -> None:
+    key, plain = tokens(), cache()
+    nz = torch_npu.npu_format_cast(to_nz(cache()), 29)
+    for caches in ((nz, plain), (plain, nz)):
+        before = [c.clone() for c in caches]
+        with pytest.raises(kvcore.ParamInvalidError, match=r"^cache_mode: expected 'PA_NZ' for a"):
+            torch_npu.npu_scatter_pa_kv_cache(
+                key, key, *caches, ints(*SLOTS), cache_mode=cache_mode
+            )
+        same(*zip(caches, before, strict=True))
+    with pytest.raises(kvcore.ParamInvalidError, match=r"^key_cache: expected an ND cache"):
+        torch_npu.npu_scatter_pa_cache(key, ints(*SLOTS), key_cache=nz)
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_pa_nz_needs_no_tag(torch_npu: Any, tagged: bool) -> None:
+    key, plain = tokens(), [cache() for _ in range(2)]
+    caches = [to_nz(c) for c in plain]
+    want = [to_nz(written(c, key, SLOTS)) for c in plain]
+    if tagged:
+        caches = [torch_npu.npu_format_cast_(c, 29) for c in caches]
+    torch_npu.npu_scatter_pa_kv_cache(key, key, *caches, ints(*SLOTS))
+    same(*zip(caches, want, strict=True))
+
+
+@pytest.mark.parametrize("cache_mode", ["Norm", None, ""])
+def test_modes_of_an_nd_cache(torch_npu: Any, cache_mode: str | None) -> None:
+    """None is ND, although the default is PA_NZ."""
+    key, value, key_cache, value_cache = tokens(), tokens(), cache(), cache()
+    want = written(key_cache, key, SLOTS), written(value_cache, value, SLOTS)
+    torch_npu.npu_scatter_pa_kv_cache(
+        key, value, key_cache, value_cache, ints(*SLOTS), cache_mode=cache_mode
+    )
+    same((key_cache, want[0]), (value_cache, want[1]))
+
+
+def test_a_tagged_selection(torch_npu: Any) -> None:
+    given = selection(2, 1, [1, 1], tnd=False)
+    for name in ("selection_k_rope", "selection_kv_cache", "full_k_rope", "full_kv_cache"):
+        with pytest.raises(kvcore.ParamInvalidError, match=rf"^{name}: expected an ND cache"):
+            torch_npu.npu_gather_selection_kv_cache(
+                **{**given, name: torch_npu.npu_format_cast(given[name], 29)}
+            )
+    torch_npu.npu_gather_selection_kv_cache(**given)
 
 
 @pytest.mark.parametrize("acl_format", [3, "NZ", None, True, 2.5])

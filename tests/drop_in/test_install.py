@@ -33,6 +33,7 @@ ON_NS = {
     "npu_gather_selection_kv_cache",
     "npu_gather_selection_kv_cache_functional",
     "npu_format_cast",
+    "npu_format_cast_",
     "get_npu_format",
     "Format",
     "empty_with_format",

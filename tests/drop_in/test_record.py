@@ -250,9 +250,17 @@ def test_a_file_that_ends_early(good: bytes, tmp_path: Path) -> None:
     for cut in (1, 7, 100, len(good) - len(record.MAGIC) - 3):
         result = verify_bytes(tmp_path, good[:-cut])
         assert result.cut_off
-        assert result.ok
+        assert result.ok == (result.calls > 0)
         assert result.calls < whole.calls
         assert str(result).endswith("(the file ends inside a record)")
+    assert (result.ok, result.calls) == (False, 0)
+    assert "0 calls by kvcore, so nothing was compared (the" in str(result)
+
+
+def test_a_file_without_a_call(tmp_path: Path) -> None:
+    result = verify_bytes(tmp_path, record.MAGIC)
+    assert (result.ok, result.calls, result.cut_off) == (False, 0, False)
+    assert str(result).endswith("0 calls by kvcore, so nothing was compared")
 
 
 def test_what_is_no_recording(tmp_path: Path) -> None:
@@ -290,6 +298,11 @@ TAMPERED: dict[str, Any] = {
     "a span of words": lambda h: h["tensors"]["key"].update(before="ab"),
     "an argument too many": lambda h: h["arguments"].update(path="/etc/passwd"),
     "a tensor too few": lambda h: h["tensors"].pop("slot_mapping"),
+    "fewer bytes than the shape has": lambda h: h["tensors"]["slot_mapping"].update(before=[0, 0]),
+    "more bytes than the ranges have": lambda h: h["tensors"]["key"].update(before=[0, 8]),
+    "fewer bytes left than written": lambda h: h["tensors"]["key_cache"].update(after=[0, 0]),
+    "an output without what was left": lambda h: h["tensors"]["key_cache"].pop("after"),
+    "a tensor too many returned": lambda h: h["returned"].append(h["tensors"]["key"]),
     "a wrong value": lambda h: h["arguments"].update(cache_mode=["PA_NZ"]),
 }
 
@@ -303,6 +316,43 @@ def test_tampered_records(good: bytes, tmp_path: Path, what: str) -> None:
     except kvcore.ParamInvalidError:
         return
     assert result.cut_off or not result.ok
+
+
+SIZES = {
+    "slot_mapping": ("before", r"slot_mapping: 0 bytes before the call, where \d+ belong"),
+    "key": ("before", r"key: 0 bytes before the call, where \d+ belong"),
+    "key_cache": ("after", r"key_cache: 0 bytes after it, where \d+ belong"),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_that_the_bytes_do_not_bear_out(good: bytes, tmp_path: Path, name: str) -> None:
+    key, message = SIZES[name]
+    head, rest = first_record(good)
+    assert verify_bytes(tmp_path, with_head(head, rest)).ok
+    head["tensors"][name][key] = [0, 0]
+    with pytest.raises(kvcore.ParamInvalidError, match=message):
+        verify_bytes(tmp_path, with_head(head, rest))
+
+
+def test_an_output_that_was_not_written(tmp_path: Path) -> None:
+    """A call that wrote nothing is recorded without what it left; it has to write nothing again."""
+    with recording(tmp_path / "calls.kvrec") as (ns, recorder):
+        key, cache = torch.ones(1, 1, 16).half(), torch.zeros(2, 4, 1, 16).half()
+        ns._npu_reshape_and_cache_siso(key, cache, torch.tensor([-1]))
+    good = recorder.path.read_bytes()
+    assert verify_bytes(tmp_path, good).ok
+    head, rest = first_record(good)
+    at, size = head["tensors"]["slot_indices"]["before"]
+    assert "after" not in head["tensors"]["key_cache"]
+    head["tensors"]["key_cache"]["before"], head["tensors"]["key_cache"]["ranges"] = (
+        [len(rest), 256],
+        [len(rest) + 256, 16],
+    )
+    rest = rest[:at] + bytes(size) + rest[at + size :]  # slot 0
+    rest += b"\1" * 256 + struct.pack("<qq", 0, 256)
+    result = verify_bytes(tmp_path, with_head(head, rest))
+    assert [d.tensor for d in result.differences] == ["key_cache"]
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"null", b"{", b'"' * 10, b"[" * 100_000])
