@@ -8,7 +8,6 @@ the tensor itself.  So a snapshot taken with ``.cpu()`` does not change with wha
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -24,7 +23,6 @@ __all__ = ["DeviceAlias", "is_on_npu", "name_spare_backend", "place"]
 
 NPU = "npu"
 TAG = "_kvcore_on_npu"
-MODULE = f"torch.{NPU}"
 #: They only name a device, and what they make of it comes back as an argument of other functions.
 NAMING = (torch.device, torch._C._nn._parse_to)
 #: They share memory with what is no tensor, where a device has to copy.
@@ -175,15 +173,38 @@ def name_spare_backend() -> None:
     named = torch._C._get_privateuse1_backend_name()
     if named == "privateuseone":
         torch.utils.rename_privateuse1_backend(NPU)
-        # Outside of an alias torch asks this module to start the device.
-        module = types.ModuleType(MODULE, "There is a name, but no device.")
-        module._lazy_init = _no_device  # type: ignore[attr-defined]
-        sys.modules.setdefault(MODULE, module)
     elif named != NPU:
         fail("device_alias", "a process whose spare backend has no name or 'npu'", repr(named))
+    if not hasattr(torch, NPU):
+        torch._register_device_module(NPU, _without_a_device())
+
+
+def _without_a_device() -> types.ModuleType:
+    """What torch asks about a device that has a name: this one is not available.
+
+    Without the module torch.compile fails, in which it looks for streams.
+    """
+    module = types.ModuleType(f"torch.{NPU}", "A name without a device.")
+    members = {
+        "is_available": lambda: False,
+        "is_initialized": lambda: False,
+        "device_count": lambda: 0,
+        "manual_seed": _nothing_to_seed,
+        "manual_seed_all": _nothing_to_seed,
+        "_is_in_bad_fork": lambda: False,
+        "_lazy_init": _no_device,
+    }
+    for name, member in members.items():
+        setattr(module, name, member)
+    return module
+
+
+def _nothing_to_seed(seed: int) -> None:
+    """The CPU's generator is the only one."""
 
 
 def _no_device() -> NoReturn:
+    """Torch starts the device: "npu" came where no alias is in force."""
     raise BackendUnavailableError(
         "device: expected 'npu' in the thread of an installation with device_alias=True, got it "
         "where there is no such device",

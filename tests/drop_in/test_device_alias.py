@@ -225,7 +225,7 @@ def test_without_the_alias_there_is_a_name_but_no_device() -> None:
         with pytest.raises(RuntimeError, match=r"^device: expected 'npu' in the thread of an inst"):
             torch.zeros(2, device="npu")
     assert len(failed) == 1
-    assert not hasattr(torch, "npu")
+    assert not torch.npu.is_available()
     with kvcore.torch.install(types.ModuleType("torch_npu")):
         pass  # a name that was given is in nobody's way
 
@@ -262,3 +262,24 @@ def test_a_name_that_was_given_already(name: str, said: str) -> None:
         check=False,
     )
     assert (done.stdout.strip(), done.returncode) == (said, 0), done.stderr
+
+
+COMPILED = """
+import types, torch, kvcore.torch
+with kvcore.torch.install(types.ModuleType("torch_npu"), device_alias=True):
+    torch.zeros(2, device="npu")
+torch.manual_seed(3)
+double = torch.compile(lambda x: x * 2, backend="aot_eager", fullgraph=True)
+print(double(torch.ones(2)).tolist(), torch.accelerator.is_available())
+"""
+
+
+def test_torch_goes_on_as_before() -> None:
+    """The name stays, and nothing else of torch takes it for a device."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", COMPILED],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout.strip(), done.returncode) == ("[2.0, 2.0] False", 0), done.stderr
