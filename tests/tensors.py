@@ -33,10 +33,26 @@ def tensor(array: Any) -> Any:
     # torch has none of the three: read-only memory, negative steps, steps between whole items.
     assume(array.flags.writeable)
     assume(all(step >= 0 and step % array.itemsize == 0 for step in array.strides))
-    raw = array.view(f"u{array.itemsize}") if array.dtype.kind not in "iu" else array
-    name = TORCH_TYPES.get(array.dtype.name)
-    shared = torch.from_numpy(raw)
-    return shared if name is None else shared.view(getattr(torch, name))
+    item = array.itemsize
+    name = TORCH_TYPES.get(array.dtype.name, f"uint{8 * item}")
+    whole = _memory(array)
+    if whole is None or not array.size:
+        raw = array.view(f"u{item}") if array.dtype.kind not in "iu" else array
+        return torch.from_numpy(raw).view(getattr(torch, name))
+    # The storage is all of the memory that the array is a view of, as a view of a tensor has it.
+    offset = array.ctypes.data - whole.ctypes.data
+    whole = whole[offset % item :]
+    whole = whole[: len(whole) // item * item]
+    storage = torch.from_numpy(whole).view(getattr(torch, name))
+    return storage.as_strided(array.shape, [s // item for s in array.strides], offset // item)
+
+
+def _memory(array: Any) -> Any:
+    """The bytes at the end of the chain of bases; None where these are no plain buffer."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    plain = array.flags.c_contiguous and array.flags.writeable
+    return array.reshape(-1).view(np.uint8) if plain else None
 
 
 def tensors(arguments: dict[str, Any]) -> dict[str, Any]:
