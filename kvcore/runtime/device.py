@@ -694,19 +694,21 @@ class Device:
     async def _wait_for_the_end(self, kind: type[BaseException] | None) -> None:
         if kind is not None and not can_await():
             return
-        with Shield() as shield:
-            if kind is None:
-                try:
-                    await self._ended()
-                except GeneratorExit:  # nobody goes on with what is awaited from here
-                    raise
-                except BaseException:
-                    self._drop()
-                    await shield(self._ended)
-                    raise
-            await shield(self._ended)
-        if self._closer is not None:
-            self._closer.join()
+        try:
+            with Shield() as shield:
+                if kind is None:
+                    try:
+                        await self._ended()
+                    except GeneratorExit:  # nobody goes on with what is awaited from here
+                        raise
+                    except BaseException:
+                        self._drop()
+                        await shield(self._ended)
+                        raise
+                await shield(self._ended)
+        finally:
+            if self._closer is not None and not self._over.pending:
+                self._closer.join()  # it has nothing left to wait for
         if self._end_error is not None:
             raise self._end_error
 

@@ -102,6 +102,12 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "plain_arrays_need_a_device_without_a_profile": NO_PROFILE,
     },
     "enter": {},
+    "native_cancel": {
+        "ctrl_c": "a process of its own, on the CPU",
+        "a_device_that_is_never_left_goes_with_its_workers": "handles of the driver are left open",
+        "a_generator_dropped_when_its_loop_is_gone": "handles of the driver are left open",
+    },
+    "shield": {},
 }
 
 #: Suite: its stand-ins.
@@ -119,6 +125,8 @@ USES = {
     "hostile": "times sight",
     "operators": "sight",
     "enter": "",
+    "native_cancel": "plans sight",
+    "shield": "",
 }
 
 

@@ -158,6 +158,31 @@ async def test_waits_end_at_once_and_leave_the_work_alone(clock: str, way: str) 
 
 
 @ways
+async def test_replays_whose_wait_is_cancelled(clock: str, way: str) -> None:
+    """Each replay runs whole, and the graph can be replayed again."""
+    async with device(clock) as dev:
+        a, b = dev.stream(), dev.stream()
+        plans = [FakePlan(), FakePlan()]
+        async with dev.capture(a) as graph:
+            a.launch(plans[0])
+            b.wait_stream(a)
+            b.launch(plans[1])
+            a.wait_stream(b)
+
+        async def scenario(at: int) -> None:
+            running = Running(a)
+            opener = asyncio.ensure_future(turns())
+            opener.add_done_callback(lambda _: running.let_go())
+            graph.replay(a)
+            await a.synchronize()
+
+        waits = await sweep(scenario, way)
+        assert waits >= 1
+        await dev.synchronize()
+        assert [plan.runs for plan in plans] == [waits + 1] * 2
+
+
+@ways
 async def test_a_cancel_takes_no_failure_away(clock: str, way: str) -> None:
     """A failure that the cancelled wait did not tell is told to the next."""
 
