@@ -165,6 +165,12 @@ def _a2_or_a3(product: str, names: tuple[str, ...], pattern: str) -> Profile:
             ),
             ("GatherPaKvCache", "seq_offset counts columns, not tokens, in PA_NZ"),
             ("GatherSelectionKvCache", "topk up to 32 needs S == 1; a row must fit 196608 bytes"),
+            ("GatherSelectionKvCache", "topk up to 32 stops at the first negative id of a row"),
+            ("GatherSelectionKvCache", "topk above 32 takes S for the number of new tokens"),
+            ("GatherSelectionKvCache", "a row that sees no token is left as it was"),
+            ("GatherSelectionKvCache", "held blocks with rewritten tokens are served as they are"),
+            ("KVCacheOperation", "strided arrays are taken for contiguous"),
+            ("ATB through torch", "int64 slots, tables and lengths are not theirs"),
         ),
         sources=(
             "CANN ops-transformer: aclnnScatterPaKvCache document; "
@@ -254,7 +260,7 @@ class SoC:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or self.name not in _TABLE:
-            fail("name", "one of " + ", ".join(map(repr, _TABLE)), shown(self.name))
+            fail("name", "one of " + ", ".join(map(repr, _TABLE)), _unknown(self.name))
 
     @property
     def profile(self) -> Profile:
@@ -272,6 +278,16 @@ class SoC:
         return format(self.name, spec)
 
 
+#: Products that the documents name and on which they support none of the operators.
+_WITHOUT_PROFILE = {
+    "Atlas inference products": r"(ascend)?310P\d?",
+    "Atlas 200I/500 A2": r"(ascend)?310B\d?",
+    "Ascend 310": r"(ascend)?310",
+    # A bare Ascend910B is this old one; "910B" may mean an A2 too and is left unknown.
+    "the first Ascend 910": r"(ascend)?910(A|ProA|ProB|PremiumA)?|ascend910B",
+    "Ascend 350": r"(ascend|atlas ?)?350(_\w+)?",
+}
+
 A2 = SoC("A2")
 A3 = SoC("A3")
 A950 = SoC("950")
@@ -287,8 +303,17 @@ def resolve(soc: object, name: str = "soc") -> SoC | None:
         return soc
     found = PROFILES.get(soc) if isinstance(soc, str) else None
     if found is None:
-        fail(name, "one of " + ", ".join(map(repr, PROFILES)) + " or None", shown(soc))
+        fail(name, "one of " + ", ".join(map(repr, PROFILES)) + " or None", _unknown(soc))
     return found
+
+
+def _unknown(soc: object) -> str:
+    """A name that has no profile, as an error says it: products that exist are no misspellings."""
+    if isinstance(soc, str):
+        for product, pattern in _WITHOUT_PROFILE.items():
+            if re.fullmatch(pattern, soc, re.IGNORECASE):
+                return f"{soc!r} ({product}): the operators are not supported there"
+    return shown(soc)
 
 
 def from_product(name: str) -> SoC | None:

@@ -46,6 +46,9 @@ def _scatter(a: Arguments, soc: str, key_operator: bool) -> str | None:
             return "scenario"
         if alone and number != 6:
             return "key only"
+        scalars = [a[n] for n in ("value", "value_cache") if alone and a.get(n) is not None]
+        if any(logical_name(one, a.get("dtype")) != key for one in scalars):
+            return "dtype of a scalar"
         short = ("float16", "bfloat16") if number in (5, 7) else ("float16", "bfloat16", "int8")
         if key not in short or value not in short:
             return "dtype"

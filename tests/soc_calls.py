@@ -23,7 +23,8 @@ SIZES |= {"float32": 4, "int32": 4, "uint32": 4}
 
 
 def pair(*shape: int, dtype: str) -> tuple[tuple[int, ...], str]:
-    return shape, dtype
+    """A shape of stored items and its dtype; float4 is two elements an item."""
+    return (*shape[:-1], shape[-1] * 2) if dtype in FLOAT4 else shape, dtype
 
 
 def arguments(

@@ -35,7 +35,8 @@ def as_arrays(call: dict[str, Any]) -> dict[str, Any]:
     for name, value in call.items():
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str):
             row = dtypes.BY_NAME[value[1]]
-            found[name] = np.zeros(value[0], row.raw if row.kind.startswith("float") else row.name)
+            shape = (*value[0][:-1], value[0][-1] // 2) if row.packed else value[0]
+            found[name] = np.zeros(shape, row.raw if row.kind.startswith("float") else row.name)
             if row.kind.startswith("float"):
                 found["dtype"] = row.name
         else:
@@ -166,6 +167,35 @@ def test_torch_dtypes_shapes_and_tensors() -> None:
         reason = kvcore.scenario_of(**call).runs["A3"]
         assert reason is not None
         assert reason.endswith(", got float4_e2m1")
+
+
+@pytest.mark.parametrize("name", ["float4_e2m1", "float4_e1m2"])
+def test_shapes_of_float4_count_elements(name: str) -> None:
+    def pair(*shape: int) -> Any:
+        return shape, name
+
+    call = {
+        "key": pair(4, 2, 64),
+        "key_cache": pair(4, 2, 8, 64),  # c0: 64 elements in 32 bytes
+        "slot_mapping": ((4,), "int32"),
+        "value": pair(4, 2, 128),
+        "value_cache": pair(4, 4, 8, 64),
+        "cache_mode": "PA_NZ",
+    }
+    assert kvcore.scenario_of(**call).runs["950"] is None
+    # The same call of packed arrays.
+    arrays = {
+        n: ((*one[0][:-1], one[0][-1] // 2), "uint8")
+        for n, one in call.items()
+        if n != "cache_mode" and one[1] == name
+    }
+    found = kvcore.scenario_of(**call | arrays, dtype=name, value_dtype=name)
+    assert found == kvcore.scenario_of(**call)
+    for wrong in (pair(4, 2, 32), pair(4, 2, 96)):  # half a cell, one and a half
+        with pytest.raises(ParamInvalidError, match=r"^key: expected a head size of whole 32-byte"):
+            kvcore.scenario_of(**call | {"key": wrong})
+    with pytest.raises(ParamInvalidError, match=r"^key: expected a last axis of an even size"):
+        kvcore.scenario_of(**call | {"key": pair(4, 2, 63)})
 
 
 def test_unpacked_float4_is_refused_as_in_an_array() -> None:

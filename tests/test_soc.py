@@ -162,6 +162,40 @@ def test_without_a_soc_nothing_is_refused() -> None:
     assert refusing_soc() is None
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("310P", "Ascend310P3", "310B", "Ascend310B1", "310", "910", "Ascend910A", "Ascend910B"),
+        *("Ascend910ProA", "350", "Ascend350", "Ascend350_354f", "Atlas 350", "ascend310p"),
+    ],
+)
+def test_products_without_a_profile_are_no_misspellings(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    calls = (
+        lambda: kvcore.SoC(name),
+        lambda: float32_call(soc=name),
+        lambda: kvcore.use_soc(name).__enter__(),
+    )
+    for call in calls:
+        with pytest.raises(
+            ParamInvalidError, match="the operators are not supported there"
+        ) as found:
+            call()
+        assert f"got {name!r} (" in str(found.value)
+    monkeypatch.setenv("KVCORE_SOC", name)
+    with pytest.raises(ParamInvalidError, match=r"^KVCORE_SOC: .*not supported there"):
+        float32_call()
+    assert socs.from_product(name) is None
+
+
+@pytest.mark.parametrize("name", ["A4", "310X", "9100", "910B", "Ascend", "3500", "310P33", "A2 "])
+def test_other_names_are_misspellings(name: str) -> None:
+    with pytest.raises(ParamInvalidError, match=r"^soc: expected one of .* got ") as found:
+        float32_call(soc=name)
+    assert "not supported there" not in str(found.value)
+
+
 def test_the_environment_is_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCORE_SOC", "A2")
     assert refusing_soc() == "A2"

@@ -253,3 +253,29 @@ def test_without_a_soc_no_limit_holds() -> None:
         arguments("2", tokens=100, blocks=1, block_size=1),
     ):
         kvcore.scenario_of(**call)  # raises what is wrong without a SoC
+
+
+# ---------------------------------------------------------------- a 0-d value
+@pytest.mark.parametrize("soc", OLDER)
+@pytest.mark.parametrize("argument", ["value", "value_cache"])
+def test_a_scalar_that_stands_for_no_value_has_the_keys_dtype(argument: str, soc: str) -> None:
+    call: dict[str, Any] = {
+        "key": np.ones((2, 2, 16), np.float16),
+        "key_cache": np.zeros((2, 4, 2, 16), np.float16),
+        "slot_mapping": np.array([3, 0], np.int32),
+        "value": np.zeros((), np.float16),
+        "value_cache": np.zeros((), np.float16),
+    }
+    kvcore.scatter_pa_kv_cache(**call, soc=soc)
+    assert call["key_cache"].any()
+    raw = {n: call[n].view(np.uint16) for n in ("key", "key_cache", "value", "value_cache")}
+    kvcore.scatter_pa_kv_cache(**call | raw, dtype="bfloat16", soc=soc)
+    for wrong in (np.float32, np.int8, np.int64, bool):
+        given = call | {argument: np.zeros((), wrong), "key_cache": np.zeros((2, 4, 2, 16), "f2")}
+        kvcore.scatter_pa_kv_cache(**given)  # fine without a SoC
+        given["key_cache"][...] = 0
+        with pytest.raises(ParamInvalidError) as caught:
+            kvcore.scatter_pa_kv_cache(**given, soc=soc)
+        assert str(caught.value).startswith(f"{argument}: expected dtype float16 as key")
+        assert f"on {soc}" in str(caught.value)
+        assert not given["key_cache"].any()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvcore
-from kvcore.errors import ParamInvalidError
+from kvcore.errors import KVPortabilityWarning, ParamInvalidError
 
 BOTH = pytest.mark.parametrize("soc", ["A2", "A3"])
 
@@ -136,3 +137,66 @@ def test_nothing_is_written_by_a_refused_call(soc: str) -> None:
             soc=soc,
         )
     assert not past.any()
+
+
+# ---------------------------------------------------------------- strides
+def strided(kind: str) -> dict[str, Any]:
+    """Two requests, one token each, into past [2, 2, 4, 32]."""
+    new_kv = np.arange(64, dtype=np.float16).reshape(2, 32)
+    past = np.zeros((2, 2, 4, 32), np.float16)
+    offsets, lengths = np.array([3, 1], np.int32), np.array([1, 1], np.int32)
+    if kind == "new_kv":
+        new_kv = np.repeat(new_kv, 2, 0)[::2]
+    elif kind == "past":
+        past = np.zeros((2, 2, 4, 48), np.float16)[..., :32]
+    elif kind == "layers apart":
+        past = np.zeros((4, 2, 4, 32), np.float16)[::2]
+    elif kind == "token_offset":
+        offsets = np.repeat(offsets, 2)[::2]
+    return {
+        "new_kv": new_kv,
+        "layer_id": 1,
+        "past": past,
+        "token_offset": offsets,
+        "seq_len": lengths,
+    }
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [
+        ("contiguous", None),
+        ("new_kv", "new_kv"),
+        ("past", "past"),
+        ("layers apart", "past"),
+        ("token_offset", "token_offset"),
+    ],
+)
+def test_strided_arrays_are_warned_of(kind: str, argument: str | None, soc: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = strided(kind)
+        kvcore.kv_cache_update(**found, soc=soc)
+    texts = [str(one.message) for one in caught]
+    if argument is None:
+        assert texts == []
+    else:
+        (text,) = texts
+        assert text.startswith(f"{soc}: ATB's tensors have a shape and no strides")
+        assert f"takes {argument} for contiguous" in text
+        assert caught[0].category is KVPortabilityWarning
+        assert caught[0].filename == __file__
+    plain = strided("contiguous")
+    kvcore.kv_cache_update(**plain)
+    np.testing.assert_array_equal(found["past"], plain["past"])
+
+
+@BOTH
+def test_axes_of_one_have_no_stride(soc: str) -> None:
+    past = np.zeros((3, 1, 4, 32), np.float16)[::3]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        new_kv, one = np.ones((1, 32), np.float16), np.array([1], np.int32)
+        kvcore.kv_cache_update(new_kv, 0, past, one, one, soc=soc)
+    assert past[0, 0, 0].all()

@@ -42,7 +42,7 @@ ALIASES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e4m3fn": "float8_e4m3fn",
     "fp4_e2m1": "float4_e2m1",
-    "float4_e2m1fn_x2": "float4_e2m1",
+    "float4_e2m1fn_x2": "float4_e2m1fn_x2",  # whose shapes count pairs
     "fp4_e1m2": "float4_e1m2",
     "double": "float64",
     "bool": "bool",
@@ -147,7 +147,9 @@ def _value(name: str, text: str, known: Mapping[str, Any]) -> Any:
             fail(name, "two integers, as in 4096,4096", repr(text))
         return tuple(_integer(name, number) for number in plain.split(",") if number.strip())
     if name in ("dtype", "value_dtype"):
-        return dtype_of(text) or text
+        # For an array's type both spellings say the same; only shapes are counted differently.
+        found = dtype_of(text) or text
+        return "float4_e2m1" if found == "float4_e2m1fn_x2" else found
     if isinstance(known[name], bool):
         if text.strip().lower() not in ("true", "false", "1", "0"):
             fail(name, "true or false", repr(text))

@@ -27,6 +27,7 @@ __all__ = [
     "flag",
     "index_dtype",
     "integers",
+    "is_contiguous",
     "listed",
     "mode",
     "need",
@@ -64,6 +65,18 @@ def shape(info: ArrayInfo, wanted: Sequence[int], axes: str) -> None:
     """Require this very shape."""
     if tuple(info.shape) != tuple(wanted):
         fail(info.name, f"shape {list(wanted)} ({axes})", list(info.shape))
+
+
+def is_contiguous(info: ArrayInfo) -> bool:
+    """Whether the elements lie one after the other in C order."""
+    if 0 in info.shape:
+        return True
+    step = info.itemsize
+    for size, stride in zip(reversed(info.shape), reversed(info.strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def output(info: ArrayInfo) -> None:

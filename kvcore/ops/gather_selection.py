@@ -254,7 +254,7 @@ def _resolve(infos: Infos, params: tuple[Any, ...], soc: SoC | None) -> Spec:
         "full_columns": full_table.shape[1],
         "cumulative": case.cumulative,
     }
-    return SelectSpec(
+    spec = SelectSpec(
         (STATUS, *(here for here, _ in case.lanes())),
         sizes,
         _lanes(case),
@@ -263,6 +263,9 @@ def _resolve(infos: Infos, params: tuple[Any, ...], soc: SoC | None) -> Spec:
         warnings,
         soc,
     )
+    if soc is not None and case.rows and case.topk:
+        spec.value_quirks = soc_gather.SelectionQuirks(case, soc)
+    return spec
 
 
 def _fault(

@@ -66,8 +66,10 @@ def _resolve(infos: tuple[ArrayInfo | None, ...], params: tuple[Any, ...], soc: 
         shown = list(new_kv.shape)
         checks.fail("new_kv", f"tokens of hidden size {hidden} (past {list(past.shape)})", shown)
     checks.output(past)
+    warnings: tuple[str, ...] = ()
     if soc is not None:
-        soc_update.check_update(new_kv, own, hidden, (infos[LAYER_ID], token_offset, seq_len), soc)
+        indices = (infos[LAYER_ID], token_offset, seq_len)
+        warnings = soc_update.check_update(new_kv, past, own, hidden, indices, soc)
     lane = make_lane(
         NEW_KV,
         PAST,
@@ -92,7 +94,7 @@ def _resolve(infos: tuple[ArrayInfo | None, ...], params: tuple[Any, ...], soc: 
         TOKEN_OFFSET,
         SEQ_LEN,
         partial(_fault, layers, max_seq, tokens, machine=soc.name if soc else ""),
-        (),
+        warnings,
         soc,
     )
 

@@ -288,7 +288,7 @@ def _check_nct(case: Case) -> None:
             checks.shape(
                 source, wanted, f"[T, H, D] in Nct: T of slot_mapping, H and D of {cache.name}"
             )
-        elif len(source.shape) == 0 or not _c_contiguous(source):
+        elif len(source.shape) == 0 or not checks.is_contiguous(source):
             checks.fail(
                 source.name,
                 "shape [T, H, D], a view of the fused buffer, or a C-contiguous buffer in Nct",
@@ -308,14 +308,3 @@ def nct_rule(case: Case, lane: int) -> str:
         f"((T-1) * stride + offset + H*D with T {case.tokens}, stride {case.strides[lane]}, "
         f"offset {case.offsets[lane]})"
     )
-
-
-def _c_contiguous(info: ArrayInfo) -> bool:
-    if 0 in info.shape:
-        return True
-    step = info.itemsize
-    for size, stride in zip(reversed(info.shape), reversed(info.strides), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True

@@ -64,7 +64,7 @@ def scenario_of(
     """Say which scenario these arguments are, and which SoC would run them.
 
     Takes the arguments of scatter_pa_kv_cache; each array may be a pair (shape, dtype) in its
-    place, which stands for a contiguous array of that shape (of stored items: float4 packed).
+    place, which stands for a contiguous array of that shape (in elements, also of float4).
     soc, backend and num_threads change nothing here.  Nothing is read but shapes, strides and
     dtypes, and nothing is written.
 

@@ -11,13 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcore._core.arrays import ArrayInfo
-from kvcore._core.portability import Harm
+from kvcore._core.portability import Harm, warn
 from kvcore.dtypes import BY_NAME, DATA_DTYPES, DType
 from kvcore.ops import checks
 from kvcore.soc import SoC
 
-__all__ = ["check_gather_pa", "check_gather_selection", "out_of_range_note"]
+__all__ = ["SelectionQuirks", "check_gather_pa", "check_gather_selection", "out_of_range_note"]
+
+Numbers = NDArray[np.int64]
 
 #: Data types of the A2 and A3 kernels of both operators.
 NARROW = tuple(BY_NAME[name] for name in ("float16", "bfloat16", "int8"))
@@ -33,17 +38,6 @@ def _one_of(info: ArrayInfo, seen: DType, known: Iterable[DType], soc: SoC) -> N
     if seen not in known:
         names = ", ".join(row.name for row in known)
         checks.fail(info.name, f"one of {names} on {soc}", seen)
-
-
-def _contiguous(info: ArrayInfo) -> bool:
-    step = info.itemsize
-    for size, stride in zip(reversed(info.shape), reversed(info.strides), strict=True):
-        if size == 0:
-            return True
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
 
 
 # ---------------------------------------------------------------- gather_pa_kv_cache
@@ -100,7 +94,7 @@ def check_gather_pa(case: Any, soc: SoC) -> tuple[str, ...]:
         warnings.append(
             Harm(f"seq_offset: in PA_NZ, {soc} adds it to the column undivided by the block size")
         )
-    loose = [i.name for i in case.infos if i is not None and not _contiguous(i)]
+    loose = [i.name for i in case.infos if i is not None and not checks.is_contiguous(i)]
     if loose:
         warnings.append(f"{', '.join(loose)}: {soc} takes contiguous arrays only")
     return tuple(warnings)
@@ -136,7 +130,7 @@ def check_gather_selection(case: Any, soc: SoC) -> tuple[str, ...]:
     if case.index_dtype is not INT32:
         checks.fail("selection_kv_block_table", f"dtype int32 on {soc}", case.index_dtype)
     for info in case.infos:
-        if info is not None and not _contiguous(info):
+        if info is not None and not checks.is_contiguous(info):
             checks.fail(info.name, f"a contiguous array on {soc}", f"strides {info.strides} bytes")
     ids = "selection_topk_indices"
     if case.topk > MAX_SELECTION_TOPK:
@@ -187,3 +181,114 @@ def check_gather_selection(case: Any, soc: SoC) -> tuple[str, ...]:
             )
         )
     return tuple(warnings)
+
+
+# ---------------------------------------------------------------- warned of, by contents
+
+
+class SelectionQuirks:
+    """What the kernels do with a call's values: a warning where the result is another here.
+
+    Of each kind the first row is named.
+    """
+
+    #: The arrays whose values are read, for Plan.values.
+    arguments = (
+        "selection_kv_block_status",
+        "selection_topk_indices",
+        "full_kv_actual_seq",
+        "full_q_actual_seq",
+    )
+
+    def __init__(self, case: Any, soc: SoC) -> None:
+        self.case = case
+        self.soc = soc.name
+
+    def __call__(self, plan: Any) -> None:
+        """Warn of what a plan's values, which are right by the operator's rules, lead to."""
+        case = self.case
+        status = plan.values("selection_kv_block_status").reshape(case.rows, case.topk + 1)
+        ids = plan.values("selection_topk_indices").reshape(case.rows, case.topk)
+        kv = np.maximum(plan.values("full_kv_actual_seq"), 0)
+        q = plan.values("full_q_actual_seq")
+        if case.cumulative:
+            q = np.diff(q, prepend=0)
+        step = np.tile(np.arange(case.steps), case.batch)
+        kv, q = np.repeat(kv, case.steps), np.repeat(q, case.steps)
+        tokens = np.where(step < q, kv - (q - 1 - step), kv)
+        for text in (
+            self._emptied(tokens, status),
+            self._stopped(tokens, ids),
+            self._counted(tokens, kv - (case.steps - 1 - step), ids),
+            self._stale(tokens, kv - q, ids, status),
+        ):
+            if text:
+                warn(Harm(f"{self.soc}: {text}"))
+
+    def _wanted(self, tokens: Numbers, ids: Numbers) -> NDArray[np.bool_]:
+        last = -(-np.maximum(tokens, 0) // self.case.block) - 1
+        wanted: NDArray[np.bool_] = (ids >= 0) & (ids <= last[:, None])
+        return wanted
+
+    def _emptied(self, tokens: Numbers, status: Numbers) -> str:
+        """Rows that see no token are emptied; the kernels leave them."""
+        holds = (status[:, :-1] != -1).any(1) | (status[:, -1] != 0)
+        found = np.flatnonzero((tokens <= 0) & holds)
+        if not found.size:
+            return ""
+        return (
+            f"full_kv_actual_seq: row {found[0]} sees no token, and the kernel leaves its "
+            "selection and status as they were where they are emptied here"
+        )
+
+    def _stopped(self, tokens: Numbers, ids: Numbers) -> str:
+        """The kernel for a short top-k stops at a row's first negative id."""
+        if self.case.topk > MAX_TOPK_OF_WIDE_BLOCKS:
+            return ""
+        wanted = self._wanted(tokens, ids)
+        behind = np.logical_or.accumulate(ids < 0, axis=1)
+        for row in np.flatnonzero((wanted & behind).any(1)):
+            lost = set(ids[row, wanted[row] & behind[row]]) - set(
+                ids[row, wanted[row] & ~behind[row]]
+            )
+            if lost:
+                at = int(np.flatnonzero(ids[row] < 0)[0])
+                return (
+                    f"selection_topk_indices: the kernel for a top-k up to "
+                    f"{MAX_TOPK_OF_WIDE_BLOCKS} stops at the negative id at place {at} of row "
+                    f"{row} and leaves out the {len(lost)} behind it"
+                )
+        return ""
+
+    def _counted(self, tokens: Numbers, theirs: Numbers, ids: Numbers) -> str:
+        """The kernel for a long top-k takes S for the number of new tokens."""
+        if self.case.topk <= MAX_TOPK_OF_WIDE_BLOCKS:
+            return ""
+        differ = self._wanted(tokens, ids) != self._wanted(theirs, ids)
+        found = np.flatnonzero((tokens > 0) & differ.any(1))
+        if not found.size:
+            return ""
+        row = found[0]
+        return (
+            f"full_q_actual_seq: the kernel for a top-k above {MAX_TOPK_OF_WIDE_BLOCKS} takes "
+            f"S = {self.case.steps} for the number of new tokens, so that row {row} sees "
+            f"{theirs[row]} tokens and not {tokens[row]}"
+        )
+
+    def _stale(self, tokens: Numbers, fresh: Numbers, ids: Numbers, status: Numbers) -> str:
+        """Held blocks into which the newest tokens reach are read again; the kernels serve them."""
+        block, topk = self.case.block, self.case.topk
+        places = np.clip(status[:, -1] // block, 0, topk)
+        held = np.where(np.arange(topk) < places[:, None], status[:, :-1], -1)
+        # Only a row in which such a block is held and wanted is looked at closely.
+        reached = (held >= 0) & (held >= fresh[:, None] // block)
+        for row in np.flatnonzero(reached.any(1)):
+            wanted = set(ids[row][self._wanted(tokens[row : row + 1], ids[row : row + 1])[0]])
+            for block_id in held[row][reached[row]]:
+                if block_id in wanted and (held[row] == block_id).sum() == 1:
+                    return (
+                        f"selection_kv_block_status: row {row} holds block {block_id}, into which "
+                        "the newest tokens reach, and the kernel serves it as it is held where it "
+                        "is read again here"
+                    )
+        return ""

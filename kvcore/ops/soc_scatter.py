@@ -21,7 +21,7 @@ from kvcore._core.plan import Spec
 from kvcore._core.portability import Harm, warn
 from kvcore.errors import fail
 from kvcore.ops import compress
-from kvcore.ops.scatter_case import SLOT_MAPPING
+from kvcore.ops.scatter_case import SLOT_MAPPING, VALUE, VALUE_CACHE
 from kvcore.soc import PROFILES, Accepted, SoC
 
 __all__ = ["KEY_ONLY", "KEY_VALUE", "apply", "check_scatter", "value_quirks"]
@@ -80,6 +80,8 @@ def _check_scenario(case: Any, soc: SoC, operator: str) -> None:
         _refuse_scenario(case, rows, here)
     if operator == KEY_VALUE and case.key_only and case.number not in profile.key_only:
         _refuse_key_only(case, soc, here)
+    if case.key_only:
+        _check_scalars(case, here)
     accepted = [r for r in rows if r.scenario == case.number and case.rule in r.rules]
     if not accepted:
         _refuse_scenario(case, rows, here)
@@ -113,6 +115,18 @@ def _refuse_key_only(case: Any, soc: SoC, here: str) -> None:
     only = _either(tuple(map(str, soc.profile.key_only))) if soc.profile.key_only else ""
     hint = f"key only is scenario {only}" if only else "key only is scatter_pa_cache"
     fail("value", f"an array in scenario {case.number} {here}; {hint}", seen)
+
+
+def _check_scalars(case: Any, here: str) -> None:
+    """The 0-d tensors that stand for no value have the key's dtype: the tiling asks them."""
+    for i in (VALUE, VALUE_CACHE):
+        info = case.infos[i]
+        if info is None or info.dtype is case.dtype:
+            continue
+        raw = info.dtype is not None and info.dtype.kind == "uint"
+        if not raw or info.dtype.itemsize != case.dtype.itemsize:
+            expected = f"dtype {case.dtype} as key, of a 0-d array too, {here}"
+            fail(info.name, expected, info.dtype_name)
 
 
 def _check_nz(case: Any, soc: SoC) -> None:

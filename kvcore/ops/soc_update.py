@@ -6,6 +6,7 @@ from __future__ import annotations
 from kvcore._core.arrays import ArrayInfo
 from kvcore.dtypes import DType
 from kvcore.errors import fail
+from kvcore.ops.checks import is_contiguous
 from kvcore.soc import PROFILES, SoC
 
 __all__ = ["check_update"]
@@ -15,13 +16,15 @@ ALIGN_BYTES = 32
 
 def check_update(
     new_kv: ArrayInfo,
+    past: ArrayInfo,
     dtype: DType,
     hidden: int,
     indices: tuple[ArrayInfo | None, ...],
     soc: SoC,
-) -> None:
+) -> tuple[str, ...]:
     """Raise ParamInvalidError for what that SoC refuses; rules about values are the run's.
 
+    Returns the text of a warning where arrays are strided.
     hidden: elements of a token; indices: layer_id (None for a Python int), token_offset, seq_len.
     Source: ascend-transformer-boost, kvcache_operation.cpp and kvcache_kernel.cpp.
     """
@@ -40,3 +43,11 @@ def check_update(
         fail("past", f"a hidden size that is a multiple of {multiple} on {soc.name}", hidden)
     if size > profile.update_token_bytes:
         fail("past", f"at most {profile.update_token_bytes} bytes a token on {soc.name}", size)
+    loose = [info.name for info in (new_kv, past, *indices) if info and not is_contiguous(info)]
+    if not loose:
+        return ()
+    # No Harm: the aclnn backend does this operator by another, which has strides.
+    return (
+        f"{soc.name}: ATB's tensors have a shape and no strides, so its kernel takes "
+        f"{' and '.join(loose)} for contiguous and reads or writes other bytes",
+    )

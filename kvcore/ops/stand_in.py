@@ -41,8 +41,9 @@ class StandIn:
 def info_of(value: Any, name: str) -> Any:
     """ArrayInfo of an array, a StandIn of a pair (shape, dtype), None of None.
 
-    shape: of the stored items (float4: pairs of elements, as in an array); dtype: a name, or a
-    dtype object of numpy, ml_dtypes, en_dtypes or torch.
+    shape: counts elements, of float4 too, as documents and logs have it; torch's type of two
+    elements, float4_e2m1fn_x2, counts pairs.  dtype: a name, or a dtype object of numpy, ml_dtypes,
+    en_dtypes or torch.
     """
     if value is None:
         return None
@@ -51,7 +52,8 @@ def info_of(value: Any, name: str) -> Any:
     if len(value) != 2:
         fail(name, PAIR, f"a {type(value).__name__} of {len(value)}")
     shape = _shape(value[0], name)
-    row, spelled, itemsize = _dtype(value[1], name)
+    row, spelled, itemsize, per_item = _dtype(value[1], name)
+    shape = _stored(shape, per_item, spelled, name)
     strides, step = [], itemsize
     for size in reversed(shape):
         strides.append(step)
@@ -59,6 +61,15 @@ def info_of(value: Any, name: str) -> Any:
     if step > 2**63 - 1:
         fail(name, "an array below 2**63 bytes", f"shape {list(shape)} of {spelled}")
     return StandIn(name, shape, tuple(reversed(strides)), row, spelled, itemsize)
+
+
+def _stored(shape: tuple[int, ...], per_item: int, spelled: str, name: str) -> tuple[int, ...]:
+    """The shape of the stored items: two elements of a packed type share one."""
+    if per_item == 1 or not shape:
+        return shape
+    if shape[-1] % per_item:
+        fail(name, f"a last axis of an even size ({spelled} is two a byte)", list(shape))
+    return (*shape[:-1], shape[-1] // per_item)
 
 
 def _shape(value: Any, name: str) -> tuple[int, ...]:
@@ -73,9 +84,10 @@ def _shape(value: Any, name: str) -> tuple[int, ...]:
     return shape
 
 
-def _dtype(value: Any, name: str) -> tuple[DType | None, str, int]:
+def _dtype(value: Any, name: str) -> tuple[DType | None, str, int, int]:
+    """(row, name, bytes of an item, elements of the shape that an item holds)."""
     if isinstance(value, DType):
-        return value, value.name, value.itemsize
+        return value, value.name, value.itemsize, 2 if value.packed else 1
     spelled = in_words(value)
     spelled = spelled.removeprefix("torch.")
     row = dtypes.BY_NAME.get(adopt.TORCH_NAMES.get(spelled, spelled))
@@ -91,6 +103,6 @@ def _dtype(value: Any, name: str) -> tuple[DType | None, str, int]:
         # Unpacked float4 types are refused here as in an array.
         i = adopt.row_of_name(found.name, name)
         if i < 0:
-            return None, found.name, found.itemsize
+            return None, found.name, found.itemsize, 1
         row = dtypes.TABLE[i]
-    return row, row.name, row.itemsize
+    return row, row.name, row.itemsize, 2 if row.packed and spelled == row.name else 1

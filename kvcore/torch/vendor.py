@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import kvcore
+from kvcore._core import portability
 from kvcore._core.arrays import read
 from kvcore.errors import ParamInvalidError, fail
 from kvcore.soc import current, resolve
@@ -161,6 +162,7 @@ def _reshape_and_cache(
     slot_indices: Tensor,
 ) -> Call:
     mode = _cache_mode(key_cache, value_cache)
+    _warn_of_int64(soc, slot_indices=slot_indices)
     if value is None and value_cache is None and mode == "Norm" and _is_950(soc):
         # There ATB hands key only to ScatterPaCache, as ScatterPaKvCache does not take it.
         return Call(kvcore.plan_scatter_pa_cache(key, key_cache, slot_indices, soc=soc))
@@ -169,6 +171,16 @@ def _reshape_and_cache(
             key, key_cache, slot_indices, value, value_cache, cache_mode=mode, soc=soc
         )
     )
+
+
+def _warn_of_int64(soc: Any, **tensors: Tensor | None) -> None:
+    """Warn of index tensors that ATB's operators do not have: theirs are int32."""
+    found = current() if soc is None else resolve(soc)
+    if found is None:
+        return
+    for name, tensor in tensors.items():
+        if getattr(tensor, "dtype", None) is torch.int64:
+            portability.warn(f"{found:s}: {name} is int64, and ATB's operators take int32 indices")
 
 
 def _is_950(soc: Any) -> bool:
@@ -260,6 +272,7 @@ def _load_into(
     key: Tensor,
     value: Tensor,
 ) -> Call:
+    _warn_of_int64(soc, block_table=block_table, context_lens=context_lens, seq_starts=seq_starts)
     return _gather(
         soc,
         key_cache,
