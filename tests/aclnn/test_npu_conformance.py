@@ -30,7 +30,7 @@ REFUSED["A3"], QUIRKS["A3"] = REFUSED["A2"], QUIRKS["A2"]
 
 
 def check(name: str, check_values: str = "host") -> None:
-    case = conformance_cases.load(name)
+    case = conformance_cases.as_documented(conformance_cases.load(name))
     words = ("strides", "offsets", "dtype", "value_dtype", *conformance_cases.OPTIONS)
     arrays = {k: v for k, v in case.arguments.items() if k not in words}
     given = {k: v for k, v in case.arguments.items() if k in words}
@@ -60,7 +60,7 @@ def test_case(machine: str, double: Double, name: str) -> None:
         assert not [call for call in double.calls() if call.startswith("aclnn")]
         return
     if name.startswith(QUIRKS[machine]):
-        case = conformance_cases.load(name)
+        case = conformance_cases.as_documented(conformance_cases.load(name))
         arrays = {k: v for k, v in case.arguments.items() if isinstance(v, np.ndarray)}
         with pytest.raises(ParamInvalidError, match=f"kernels of {machine} do right"):
             calls.run(case.operator, arrays, **_words(case))

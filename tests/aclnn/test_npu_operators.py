@@ -54,6 +54,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "slot_past_the_cache[*-3]": "threads are the CPU's",
         "writes_what_the_oracle_says[n[zh]*-True]": KEY_ONLY,
         "zero_dimensional_values_mean_key_only[n[zh]*]": KEY_ONLY,
+        "zero_dimensional_values_mean_key_only[*]": "scalars of another type than key",
+        "more_than_eight_axes": "a flat buffer in Nct, which no SoC takes",
         "nz_heads_of_one_column": KEY_ONLY,
         "tokens_without_bytes": PLAN,
         "caches_without_slots": ROOM,
@@ -124,7 +126,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "soc_scatter": {},
     "soc_scatter_key": {},
-    "soc_update": {},
+    "soc_update": {"strided_arrays_are_warned_of": "whose warnings point at the caller's own line"},
 }
 #: The tests of a suite of which few are of use here.
 CHOSEN = {
