@@ -26,7 +26,7 @@ _SOC = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--kvcore-soc, --kvcore-all and --kvcore-races."""
+    """--kvcore-soc, --kvcore-all, --kvcore-races and --kvcore-emulate."""
     group = parser.getgroup("kvcore")
     group.addoption(
         "--kvcore-soc",
@@ -44,6 +44,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run tests marked kvcore with the runtime's race check: a race fails the test",
     )
+    group.addoption(
+        "--kvcore-emulate",
+        metavar="SOC",
+        help="run everything with the vendor's torch_npu on an emulated machine, as in "
+        f"--kvcore-emulate={SOCS[1]}",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Start the emulated machine before conftest files are imported: they may import torch."""
+    soc = early_config.known_args_namespace.kvcore_emulate
+    if soc is None:
+        return
+    from kvcore.emulator import running, start
+    from kvcore.errors import KVCoreError
+
+    _known([soc], "--kvcore-emulate")
+    already = running()
+    if already is not None and already.soc == soc:
+        return
+    try:
+        start(soc)
+    except KVCoreError as error:
+        raise pytest.UsageError(f"--kvcore-emulate: {error}") from error
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -23,6 +23,10 @@ Who does what:
 ``memory``         how much device memory this process can promise.
 ``machine``        the libraries, loaded, and their controls as Python functions.
 ``starting``       ``start`` and ``running``: the pieces above in order, and every refusal in words.
+``hooks``          what is done when torch_npu has been imported: the fallback is registered.
+``fallback``       torch's CPU kernels as tasks in stream order, for every operator (``operators``
+                   says which, ``views`` gives them the memory, ``randomness`` a generator).
+``tasks``          Python functions as tasks of a stream.
 ``reports``        broken rules, as they were found.
 
 ``_kvcore_torch``, beside the package, is the entry point by which ``import torch`` starts the

@@ -149,4 +149,5 @@ def apply(settings: Settings, environ: MutableMapping[str, str] = os.environ) ->
             sys.path[:] = [path for path in sys.path if path not in gone]
     environ.pop(MEMORY, None)
     environ.update(variables(settings))
+    environ["LD_LIBRARY_PATH"] = library_path(environ)
     return aside

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-__all__ = ["HOME", "LIBRARIES", "PAIR", "Wheels", "missing_libraries", "platform_fault", "wheels"]
+__all__ = [
+    "HOME",
+    "LIBRARIES",
+    "PAIR",
+    "Wheels",
+    "build_fault",
+    "missing_libraries",
+    "platform_fault",
+    "wheels",
+]
 
 #: What ASCEND_HOME_PATH names: the layout of an installed CANN, inside this package.
 HOME = Path(__file__).parent / "installation"
@@ -58,6 +67,17 @@ def platform_fault() -> str | None:
 def missing_libraries() -> list[str]:
     """The machine's libraries that were not built."""
     return [name for name in LIBRARIES if not (HOME / name).exists()]
+
+
+def build_fault() -> str | None:
+    """Why the libraries cannot be loaded, None if they are all there."""
+    missing = missing_libraries()
+    if not missing:
+        return None
+    return (
+        f"{missing[0]} was not built in {HOME}; install kvcore with a C compiler on Linux: "
+        "pip install ."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,9 @@ __all__ = ["PRODUCTS", "Machine", "foreign_library", "load"]
 #: What aclrtGetSocName says, of the names that torch_npu knows.
 PRODUCTS = {"A2": "Ascend910B3", "A3": "Ascend910_9391", "950": "Ascend950PR_9599"}
 
+#: A stream begins by itself one to two of these after a launch; at once when somebody waits.
+PATIENCE_NS = 1_000_000
+
 
 def foreign_library() -> str | None:
     """A library of a real CANN that this process has loaded already."""
@@ -52,8 +55,12 @@ class Machine:
             ("kvdouble_devices", None, c_int),
             ("kvdouble_capacity", None, c_uint64),
             ("kvdouble_budget", None, c_uint64),
-            ("kvdouble_eager", None, c_bool),
-            ("kvdouble_ranges", c_int, c_void_p, c_void_p, c_void_p),
+            ("kvdouble_patience", None, c_uint64),
+            ("kvdouble_quiet", None, c_bool),
+            ("kvdouble_lenient_texts", None, c_bool),
+            ("kvdouble_patch", c_int, c_char_p),
+            ("kvdouble_python_gone", None),
+            ("kvdouble_ranges", c_int, c_void_p, c_void_p, c_void_p, c_void_p),
         ):
             function = getattr(self.core, name)
             function.restype = result
@@ -68,14 +75,18 @@ class Machine:
         self.core.kvdouble_devices(settings.devices)
         self.core.kvdouble_capacity(memory)
         self.core.kvdouble_budget(budget)
-        self.core.kvdouble_eager(True)
+        self.core.kvdouble_patience(PATIENCE_NS)
+        self.core.kvdouble_quiet(True)
+        self.core.kvdouble_lenient_texts(True)
 
-    def ranges(self) -> tuple[int, int, int]:
-        """Device addresses: the first, how many, and how far from each its byte lies."""
-        start, size, alias = c_uint64(), c_uint64(), c_ssize_t()
-        if self.core.kvdouble_ranges(*map(ctypes.byref, (start, size, alias))):
+    def ranges(self) -> tuple[int, int, int, int]:
+        """Device addresses: the first, how many, how far from each its byte lies, and from which
+        on they are the device's view of registered host memory, which has no such byte.
+        """
+        start, size, alias, swapped = c_uint64(), c_uint64(), c_ssize_t(), c_uint64()
+        if self.core.kvdouble_ranges(*map(ctypes.byref, (start, size, alias, swapped))):
             raise BackendUnavailableError("no range of addresses is left for device memory")
-        return start.value, size.value, alias.value
+        return start.value, size.value, alias.value, swapped.value
 
     def violations(self) -> list[str]:
         """Broken rules so far, oldest first: ``[section] symbol: what``."""

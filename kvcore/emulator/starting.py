@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from kvcore.emulator import environment, installed, machine, memory
+from kvcore.emulator import environment, hooks, installed, machine, memory
 from kvcore.emulator.environment import Settings
 from kvcore.errors import BackendUnavailableError, KVCoreError
 
@@ -91,7 +91,11 @@ def begin_as_asked() -> None:
 def begin(settings: Settings, *, from_environment: bool) -> Running:
     """The same, of settings that were checked."""
     global _running
-    for fault in (installed.platform_fault(), _not_built(), installed.wheels().fault()):
+    for fault in (
+        installed.platform_fault(),
+        installed.build_fault(),
+        installed.wheels().fault(),
+    ):
         if fault:
             raise StartError(f"the emulated machine cannot start: {fault}")
     if "torch_npu" in sys.modules and not from_environment:
@@ -126,14 +130,5 @@ def begin(settings: Settings, *, from_environment: bool) -> Running:
         from_environment,
         os.getpid(),
     )
+    hooks.when_imported()
     return _running
-
-
-def _not_built() -> str | None:
-    missing = installed.missing_libraries()
-    if not missing:
-        return None
-    return (
-        f"{missing[0]} was not built in {installed.HOME}; install kvcore with a C compiler on "
-        "Linux: pip install ."
-    )

@@ -64,7 +64,7 @@ def program() -> Program:
             capture_output=True,
             text=True,
             check=False,
-            timeout=50,
+            timeout=170,
         )
 
     return run

@@ -102,8 +102,8 @@ try:
 except kvcore.BackendUnavailableError as error:
     print(error)
 """
-    wanted = environment.variables(environment.Settings("A2", memory=1 << 28))
-    wanted["LD_LIBRARY_PATH"] = environment.library_path({})
+    wanted: dict[str, str] = {}
+    environment.apply(environment.Settings("A2", memory=1 << 28), wanted)
     done = program(text, **wanted)
     assert "[1.0, 1.0, 1.0] Ascend910B3" in done.stdout, done.stderr
     assert "started by the environment" in done.stdout

@@ -2,7 +2,6 @@
 // Host functions and callbacks in stream order (page 1.7).
 #include "machine.h"
 
-#include <errno.h>
 #include <stdlib.h>
 
 typedef void (*function)(void *data);
@@ -66,15 +65,28 @@ int aclrtLaunchHostFunc(void *stream, function fn, void *data) {
 
 // -- callbacks: run by the thread that subscribed ---------------------------------------------------------------
 
+struct callback {
+    function fn;
+    void *data;
+    bool block;
+    pthread_t thread;
+};
+
+static void drop_report(struct report *r);
+
+// A report of its own each time: a graph runs the task again.
 static int post(struct task *t) {
-    struct report *r = t->data;
+    struct callback *c = t->data;
+    struct report *r = calloc(1, sizeof *r);
+    if (!r) abort();
+    *r = (struct report){.fn = c->fn, .data = c->data, .block = c->block, .thread = c->thread, .refs = 2};
     pthread_mutex_lock(&kvd_lock);
     struct report **last = &reports;
     while (*last) last = &(*last)->next;
     *last = r;
-    r->refs++;
-    pthread_cond_broadcast(&kvd_changed);
-    while (r->block && !r->done && !r->lost) pthread_cond_wait(&kvd_changed, &kvd_lock);
+    kvd_notify();
+    while (r->block && !r->done && !r->lost) kvd_wait(NULL);
+    drop_report(r);
     pthread_mutex_unlock(&kvd_lock);
     return OK;
 }
@@ -82,8 +94,6 @@ static int post(struct task *t) {
 static void drop_report(struct report *r) {
     if (!--r->refs) free(r);
 }
-
-static void release(struct task *t) { drop_report(t->data); }
 
 static struct subscription **subscribed(struct stream *s) {
     struct subscription **at = &subscriptions;
@@ -100,16 +110,15 @@ int aclrtLaunchCallback(function fn, void *data, int block, void *stream) {
         return leave(violate(RT_PARAM_INVALID, "1.7", "the stream uses aclrtLaunchHostFunc: not both"));
     struct subscription *sub = *subscribed(s);
     if (!sub) return leave(violate(RT_STREAM_NO_CB_REG, "1.7", "the stream is not subscribed"));
-    if (s->capture) return leave(violate(RT_CAPTURE_MODE, "1.8", "a callback in a capture"));
     s->used_callback = true;
-    struct report *r = calloc(1, sizeof *r);
-    if (!r) abort();
-    *r = (struct report){.fn = fn, .data = data, .block = block, .thread = sub->thread, .refs = 1};
+    struct callback *c = calloc(1, sizeof *c);
+    if (!c) abort();
+    *c = (struct callback){fn, data, block, sub->thread};
     struct task *t = kvd_new_task(post);
-    t->data = r;
-    t->release = release;
+    t->data = c;
+    t->release = free_data;
     code = kvd_launch(s, t);
-    if (!code) kvd_allow(s, s->enqueued);
+    if (!code && !s->capture) kvd_allow(s, s->enqueued);
     return leave(code);
 }
 
@@ -147,7 +156,8 @@ int aclrtProcessReport(int32_t timeout_ms) {
     if (timeout_ms < -1) return leave(violate(RT_PARAM_INVALID, "1.7", "timeout %d", timeout_ms));
     struct subscription *sub = subscriptions;
     while (sub && !pthread_equal(sub->thread, pthread_self())) sub = sub->next;
-    if (!sub) return leave(violate(RT_STREAM_NO_CB_REG, "1.7", "not the thread that is subscribed"));
+    if (!sub)  // torch_npu's thread asks before anybody has subscribed
+        return leave(error(RT_STREAM_NO_CB_REG, "not the thread that is subscribed"));
     struct timespec at;
     if (timeout_ms >= 0) kvd_deadline(&at, timeout_ms);
     for (;;) {
@@ -157,15 +167,15 @@ int aclrtProcessReport(int32_t timeout_ms) {
         if (r) {
             *link = r->next;
             pthread_mutex_unlock(&kvd_lock);
+            kvd_take_python();
             call(r->fn, r->data);
             pthread_mutex_lock(&kvd_lock);
             r->done = true;
             drop_report(r);
-            pthread_cond_broadcast(&kvd_changed);
+            kvd_notify();
             return leave(OK);
         }
-        if (timeout_ms < 0) pthread_cond_wait(&kvd_changed, &kvd_lock);
-        else if (pthread_cond_timedwait(&kvd_changed, &kvd_lock, &at) == ETIMEDOUT)
+        if (!kvd_wait(timeout_ms < 0 ? NULL : &at))
             return leave(error(RT_REPORT_TIMEOUT, "nothing to run in %d ms", timeout_ms));
     }
 }

@@ -2,13 +2,16 @@
 // Who lives, what was broken, what was called, what is ordered to fail, and what is said of it.
 #include "machine.h"
 
+#include <errno.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 pthread_mutex_t kvd_lock = PTHREAD_MUTEX_INITIALIZER;
-pthread_cond_t kvd_changed = PTHREAD_COND_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static int waiting;
 
 static const char *const kind_names[H_KINDS] = {
     "context", "stream", "stream_config", "event", "graph", "task_group", "tensor", "int_array",
@@ -21,7 +24,7 @@ static const char *const kind_names[H_KINDS] = {
 
 enum { BUCKETS = 1 << 12, RING = 1 << 11 };
 
-static struct handle *buckets[BUCKETS];
+static struct handle *buckets[BUCKETS], *oldest[H_KINDS], *newest[H_KINDS];
 static struct { struct handle *at; enum kind kind; } ring[RING];
 static size_t ring_next, live[H_KINDS];
 static uint64_t serial;
@@ -43,6 +46,9 @@ void *kvd_create(enum kind kind, size_t size) {
     h->serial = ++serial;
     h->next = buckets[bucket(h)];
     buckets[bucket(h)] = h;
+    h->before = newest[kind];
+    *(h->before ? &h->before->after : &oldest[kind]) = h;
+    newest[kind] = h;
     live[kind]++;
     return h;
 }
@@ -51,6 +57,8 @@ void kvd_destroy(void *handle) {
     struct handle *h = handle, **link = &buckets[bucket(h)];
     while (*link != h) link = &(*link)->next;
     *link = h->next;
+    *(h->before ? &h->before->after : &oldest[h->kind]) = h->after;
+    *(h->after ? &h->after->before : &newest[h->kind]) = h->before;
     live[h->kind]--;
     free(ring[ring_next].at);
     ring[ring_next].at = h;
@@ -80,11 +88,9 @@ void *kvd_check(const void *address, enum kind kind, const char *argument) {
 }
 
 void kvd_each(enum kind kind, void (*visit)(void *, void *), void *data) {
-    for (size_t i = 0; i < BUCKETS; i++) {
-        for (struct handle *h = buckets[i], *next; h; h = next) {
-            next = h->next;
-            if (h->kind == kind) visit(h, data);
-        }
+    for (struct handle *h = oldest[kind], *after; h; h = after) {
+        after = h->after;
+        visit(h, data);
     }
 }
 
@@ -228,24 +234,60 @@ int kvd_violate(int code, const char *section, const char *format, ...) {
     return code;
 }
 
+// -- fork -------------------------------------------------------------------------------------------
+// A child has none of the machine's threads.  Where no device was open it starts afresh; otherwise
+// every call that needs a device is refused, and those that wait, free or end do nothing: a child that
+// works without the device ends as torch_npu ends.
+
+static bool forked;
+enum { NOTHING_THERE = INT_MIN };  // the call would wait, free or end: all that is the parent's
+
+int kvdouble_forked(void) { return forked; }
+
+static void before_fork(void) { pthread_mutex_lock(&kvd_lock); }
+static void in_parent(void) { pthread_mutex_unlock(&kvd_lock); }
+
+static void in_child(void) {
+    pthread_mutex_init(&kvd_lock, NULL);
+    pthread_cond_init(&changed, NULL);
+    waiting = 0;
+    forked = forked || kvd_any_open();
+    kvd_forget_clock();
+    if (!forked) kvd_remap_memory();
+}
+
+__attribute__((constructor)) static void mind_forks(void) {
+    pthread_atfork(before_fork, in_parent, in_child);
+}
+
 // -- the frame of a call --------------------------------------------------------------------------------
+
+static void record(const char *symbol, const char *format, va_list list) {
+    ++*total(symbol);
+    call_now = ++num_calls;
+    char *text = calls[call_now % CALLS].text;
+    calls[call_now % CALLS].symbol = symbol;
+    int n = snprintf(text, CALL_TEXT, "%s(", symbol);
+    n += vsnprintf(text + n, CALL_TEXT - (size_t)n - 24, format, list);
+    if (n > CALL_TEXT - 25) n = CALL_TEXT - 25;
+    snprintf(text + n, 24, ")");
+}
 
 int kvd_enter(const char *symbol, unsigned needs, const char *format, ...) {
     pthread_mutex_lock(&kvd_lock);
     symbol_now = symbol;
     forced_now = after_now = 0;
     if (given[0]) memset(given, '#', strlen(given));  // 5.6: a text is good until the next call
-    ++*total(symbol);
-    call_now = ++num_calls;
-    char *text = calls[call_now % CALLS].text;
-    calls[call_now % CALLS].symbol = symbol;
-    int n = snprintf(text, CALL_TEXT, "%s(", symbol);
-    va_list list;
-    va_start(list, format);
-    n += vsnprintf(text + n, CALL_TEXT - (size_t)n - 24, format, list);
-    va_end(list);
-    if (n > CALL_TEXT - 25) n = CALL_TEXT - 25;
-    snprintf(text + n, 24, ")");
+    if (!kvd_settings.quiet) {
+        va_list list;
+        va_start(list, format);
+        record(symbol, format, list);
+        va_end(list);
+    }
+    if (forked && needs & AFTER) return NOTHING_THERE;
+    if (forked && !(needs & CALLABLE))
+        return kvd_error(RT_CONTEXT_NULL, "this process was forked after its parent had opened a device "
+                         "(aclrtSetDevice), and a device is not inherited; fork before that, or spawn");
     if (!(needs & CALLABLE) && kvd_in_callback())
         return kvd_violate(RT_INTERNAL, "1.7",
                              "called from a host function, which must not call the interface");
@@ -264,15 +306,30 @@ int kvd_enter(const char *symbol, unsigned needs, const char *format, ...) {
 }
 
 int kvd_leave(int code) {
+    if (code == NOTHING_THERE) code = OK;
     if (code == OK && after_now) code = after_now;
-    if (calls[call_now % CALLS].symbol == symbol_now && code) {
+    if (!kvd_settings.quiet && calls[call_now % CALLS].symbol == symbol_now && code) {
         char *text = calls[call_now % CALLS].text;
         size_t n = strlen(text);
         snprintf(text + n, CALL_TEXT - n, " -> %d", code);
     }
     if (code) last_error = code;
     pthread_mutex_unlock(&kvd_lock);
+    kvd_take_python();
     return code;
+}
+
+bool kvd_wait(const struct timespec *deadline) {
+    kvd_let_python();
+    waiting++;
+    int code = deadline ? pthread_cond_timedwait(&changed, &kvd_lock, deadline)
+                        : pthread_cond_wait(&changed, &kvd_lock);
+    waiting--;
+    return code != ETIMEDOUT;
+}
+
+void kvd_notify(void) {
+    if (waiting) pthread_cond_broadcast(&changed);
 }
 
 // 1.2: NULL if none; reading clears; thread-level.

@@ -155,7 +155,7 @@ static int run_nodes(struct task *t) {
             pthread_mutex_lock(&kvd_lock);
             while (!node->wait->done) {
                 if (node->wait->stream) kvd_allow(node->wait->stream, node->wait->position);
-                if (!node->wait->done) pthread_cond_wait(&kvd_changed, &kvd_lock);
+                if (!node->wait->done) kvd_wait(NULL);
             }
             pthread_mutex_unlock(&kvd_lock);
         }
@@ -178,8 +178,8 @@ static struct graph *whole(void *graph, int *code) {
 
 static int check_buffers(struct graph *g) {
     for (int i = 0; i < g->count; i++)
-        for (int k = 0; k < g->nodes[i].task->num_blocks; k++)
-            if (g->nodes[i].task->blocks[k]->dead)
+        for (int k = 0; k < g->nodes[i].task->num_touches; k++)
+            if (g->nodes[i].task->touches[k].block->dead)
                 return violate(RT_PARAM_INVALID, "1.8",
                                "memory used by a captured %s was freed", g->nodes[i].task->symbol);
     return OK;

@@ -103,6 +103,7 @@ void kvd_reset_devices(void) {
 // -- init (1.2) ---------------------------------------------------------------------------------------
 
 int aclInit(const char *config) {
+    kvd_complete_machine();
     int code = enter("aclInit", 0, "%s", config ? config : "NULL");
     if (code) return leave(code);
     foreign_finalize = false;
@@ -158,6 +159,12 @@ int aclrtGetVersion(int32_t *major, int32_t *minor, int32_t *patch) {
 
 bool kvd_is_open(int device) {
     return device >= 0 && device < MAX_DEVICES && primary[device] != NULL;
+}
+
+bool kvd_any_open(void) {
+    for (int i = 0; i < MAX_DEVICES; i++)
+        if (primary[i]) return true;
+    return false;
 }
 
 static int check_device(int32_t device) {
@@ -341,7 +348,7 @@ float aclFloat16ToFloat(uint16_t bits) {
 #define CONTROL(code) \
     pthread_mutex_lock(&kvd_lock); \
     code; \
-    pthread_cond_broadcast(&kvd_changed); \
+    kvd_wake_all(); \
     pthread_mutex_unlock(&kvd_lock)
 
 void kvdouble_soc(const char *name) { CONTROL(kvd_set_soc(name)); }
@@ -349,6 +356,9 @@ void kvdouble_devices(int count) { CONTROL(kvd_settings.devices = count); }
 void kvdouble_capacity(uint64_t bytes) { CONTROL(kvd_settings.capacity = bytes); }
 void kvdouble_budget(uint64_t bytes) { CONTROL(kvd_settings.budget = bytes); }
 void kvdouble_eager(bool on) { CONTROL(kvd_settings.eager = on); }
+void kvdouble_patience(uint64_t ns) { CONTROL(kvd_settings.patience_ns = ns); }
+void kvdouble_quiet(bool on) { CONTROL(kvd_settings.quiet = on); }
+void kvdouble_lenient_texts(bool on) { CONTROL(kvd_settings.lenient_texts = on); }
 void kvdouble_hold(bool on) { CONTROL(kvd_settings.hold = on); }
 void kvdouble_poison(bool on) { CONTROL(kvd_settings.poison = on); }
 void kvdouble_workspace(uint64_t bytes) { CONTROL(kvd_settings.workspace_extra = bytes); }

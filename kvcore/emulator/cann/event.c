@@ -2,7 +2,6 @@
 // Events (page 1.6, 5.8).  Recording takes the event first, waiting takes the stream first.
 #include "machine.h"
 
-#include <errno.h>
 #include <stdlib.h>
 
 enum { MAX_EVENTS = 65536 };  // 5.8
@@ -79,9 +78,7 @@ static struct graph *capturing(const struct event *e) {  // the graph being capt
 static int complete_now(struct task *t) {  // of an external record in a graph
     pthread_mutex_lock(&kvd_lock);
     struct recording *r = t->data;
-    r->time_ns = kvd_now_ns();
-    r->done = true;
-    pthread_cond_broadcast(&kvd_changed);
+    kvd_complete(r, OK);
     pthread_mutex_unlock(&kvd_lock);
     return OK;
 }
@@ -282,8 +279,7 @@ static int synchronize(void *event, int32_t timeout_ms) {
     if (timeout_ms >= 0) kvd_deadline(&at, timeout_ms);
     if (!r->done && r->stream) kvd_allow(r->stream, r->position);
     while (!r->done && !code) {
-        if (timeout_ms < 0) pthread_cond_wait(&kvd_changed, &kvd_lock);
-        else if (pthread_cond_timedwait(&kvd_changed, &kvd_lock, &at) == ETIMEDOUT && !r->done)
+        if (!kvd_wait(timeout_ms < 0 ? NULL : &at) && !r->done)
             code = error(RT_EVENT_SYNC_TIMEOUT, "not complete in %d ms", timeout_ms);
     }
     if (!code && r->error) code = error(r->error, "a task before the event failed");

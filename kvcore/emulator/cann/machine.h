@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the files of the double share.  One lock guards everything: a call takes it in enter() and
-// gives it back in leave(); waiting for another thread is a wait on `changed`, which lets it go.
+// gives it back in leave(); waiting for another thread is kvd_wait(), which lets it go.
 #ifndef KVDOUBLE_H
 #define KVDOUBLE_H
 
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdint.h>
+#include <time.h>
 
 #include "abi.h"
 
@@ -19,7 +20,11 @@
 #define violate(...) kvd_violate(__VA_ARGS__)
 
 extern pthread_mutex_t kvd_lock;
-extern pthread_cond_t kvd_changed;
+// Waits until something has changed, at most to the deadline; false: that has passed.  Meanwhile the
+// lock is free, and Python's too, if this thread held it: leave() takes that back.
+bool kvd_wait(const struct timespec *deadline);
+void kvd_notify(void);    // wakes who waits so
+void kvd_wake_all(void);  // and every stream
 
 // -- books.c: handles, violations, calls, faults, texts -------------------------------------------
 
@@ -29,7 +34,8 @@ enum kind {
 };
 
 struct handle {
-    struct handle *next;
+    struct handle *next;            // of the same bucket
+    struct handle *before, *after;  // of the same kind, oldest first
     enum kind kind;
     uint64_t serial;
 };
@@ -52,6 +58,7 @@ enum {  // what a call needs
 int kvd_enter(const char *symbol, unsigned needs, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 int kvd_leave(int code);
+int kvdouble_forked(void);  // this is a child of a process that had opened a device
 int kvd_forced(void);  // the failure ordered for the call at hand, 0 if none
 // Sets the text of aclGetRecentErrMsg; returns code.
 int kvd_error(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -81,6 +88,9 @@ struct settings {
     uint64_t capacity;         // bytes of one device
     uint64_t budget;           // bytes of all devices and pinned memory together, 0: no limit
     bool eager, hold, poison;  // see README.md
+    uint64_t patience_ns;      // streams begin by themselves after one to two of these; 0: never
+    bool quiet;                // calls are not recorded
+    bool lenient_texts;        // a mode's text may be gone at phase two: torch_npu does so
     uint64_t workspace_extra;
     bool quirk_negative, quirk_no_nct_950, quirk_offset_nz, quirk_no_2d;
 };
@@ -95,6 +105,7 @@ void kvd_set_soc(const char *name);
 void kvd_reset_devices(void);
 int kvd_device_info(uint32_t device, int attribute, int64_t *value);
 bool kvd_is_open(int device);
+bool kvd_any_open(void);
 bool kvd_in_callback(void);
 void kvd_set_in_callback(bool on);
 
@@ -130,6 +141,15 @@ void kvd_uncharge(int device, uint64_t size);
 void kvd_drop_block(struct block *block);  // gives up one ref
 size_t kvd_live_blocks(enum place place);
 void kvd_reset_memory(void);
+void kvd_remap_memory(void);  // in a forked child: the ranges, without anybody's bytes
+
+// -- python.c -----------------------------------------------------------------------------------------
+
+void kvd_let_python(void);    // gives the GIL back, if this thread holds it
+void kvd_take_python(void);   // takes back what was given; without the machine's lock
+void kvd_leave_python(void);  // at the end of a stream's thread
+// Starts Python's part of the machine in a child process in which torch has not (aclInit calls it).
+void kvd_complete_machine(void);
 
 // -- copy.c -------------------------------------------------------------------------------------------
 
@@ -139,14 +159,20 @@ int kvd_copy_later(void *dst, const void *src, size_t size, void *stream);
 
 // -- stream.c -----------------------------------------------------------------------------------------
 
+struct touch {  // bytes of a block that a task reads or writes
+    struct block *block;
+    size_t start, size;
+    bool write;
+};
+
 struct task {
     struct task *next;
     const char *symbol;
     int (*run)(struct task *task);  // without the lock; returns an asynchronous code
     void (*release)(struct task *task);
     void *data;
-    struct block **blocks;
-    int num_blocks;
+    struct touch *touches;
+    int num_touches;
     int fault;                   // ordered with kvdouble_fail_async
     struct recording *record;    // completes this
     struct recording *wait;      // begins after this
@@ -179,9 +205,12 @@ struct stream {
     struct handle handle;
     struct context *context;
     struct task *head, *tail;
-    uint64_t enqueued, done, allowed;
+    uint64_t enqueued, done, allowed, seen;  // seen: enqueued when the clock last ticked
+    pthread_cond_t wake;
     int error;
+    char *error_text;  // of the task that failed, if it said anything
     bool stop_on_error, aborting, closing, started, subscribed, used_host_func, used_callback;
+    bool blocked;  // its thread waits for an event or to be allowed on
     pthread_t thread, report_thread;
     uint32_t priority, flags;
     struct graph *capture;
@@ -192,7 +221,9 @@ struct stream {
 struct task *kvd_new_task(int (*run)(struct task *));
 void kvd_drop_task(struct task *task);
 // Remembers that the task touches the memory; what: for the text.  Violation if out of bounds.
-int kvd_touch(struct task *task, const void *address, size_t size, const char *what);
+int kvd_touch(struct task *task, const void *address, size_t size, bool write, const char *what);
+// A launched task that has not passed and touches these bytes, one of both writing; NULL if none.
+struct task *kvd_pending(const void *address, size_t size, bool write);
 // The live stream of this context (NULL: the default stream), or NULL with *code set.
 struct stream *kvd_stream(const void *address, int *code);
 int kvd_launch(struct stream *stream, struct task *task);
@@ -201,14 +232,17 @@ void kvd_allow(struct stream *stream, uint64_t position);
 bool kvd_drain(struct stream *stream, uint64_t position, int64_t timeout_ms);
 void kvd_close_stream(struct stream *stream, bool drop_work);
 int kvd_take_error(struct stream *stream);
+void kvd_fault_text(const char *text);  // from a task: why it fails
 uint64_t kvd_position_before(const struct past *past, const struct stream *stream);
 void kvd_join(struct past *past, const struct past *other);
 void kvd_join_stream(struct past *past, const struct stream *stream);
 struct recording *kvd_new_recording(void);
 void kvd_drop_recording(struct recording *recording);
+void kvd_complete(struct recording *recording, int code);
 uint64_t kvd_now_ns(void);
 void kvd_deadline(struct timespec *at, int64_t ms);
 void kvd_sync_all(int device);
+void kvd_forget_clock(void);  // its thread is gone
 
 // -- event.c ------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@
 
 static size_t range_size;
 static uintptr_t range_start, range_next;
+static uintptr_t swapped_start, swapped_next;  // the upper half: views of registered host memory
 static intptr_t to_alias;
 static bool is_open;
 
@@ -138,6 +139,7 @@ static bool open_ranges(void) {
             range_size = size;
             range_start = (uintptr_t)numbers;
             range_next = range_start + 4096;
+            swapped_start = swapped_next = range_start + size / 2;
             to_alias = (char *)alias - (char *)numbers;
             return true;
         }
@@ -146,23 +148,50 @@ static bool open_ranges(void) {
     return false;
 }
 
+void kvd_remap_memory(void) {
+    if (!range_start) return;
+    void *alias = (void *)(range_start + (uintptr_t)to_alias);
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    if (mmap(alias, range_size, PROT_READ | PROT_WRITE, flags, -1, 0) == MAP_FAILED) abort();
+    madvise(alias, range_size, MADV_DONTFORK);
+    madvise(alias, range_size, MADV_DONTDUMP);
+}
+
+static uintptr_t take(uintptr_t *next, uintptr_t end, size_t size, size_t alignment) {
+    uintptr_t at = (*next + alignment - 1) & ~(uintptr_t)(alignment - 1);
+    if (size > range_size / 2 || at + size + 8192 > end) return 0;
+    *next = ((at + size + 4095) & ~(uintptr_t)4095) + 4096;  // a step past the end is seen
+    return at;
+}
+
 uintptr_t kvd_reserve(size_t size, size_t alignment) {
     if (!range_start && !open_ranges()) return 0;
-    uintptr_t at = (range_next + alignment - 1) & ~(uintptr_t)(alignment - 1);
-    if (size > range_size / 2 || at + size + 8192 > range_start + range_size) return 0;
-    range_next = ((at + size + 4095) & ~(uintptr_t)4095) + 4096;  // a step past the end is seen
-    return at;
+    return take(&range_next, swapped_start, size, alignment);
+}
+
+static uintptr_t reserve_swapped(size_t size) {
+    if (!range_start && !open_ranges()) return 0;
+    return take(&swapped_next, range_start + range_size, size, 4096);
 }
 
 unsigned char *kvd_alias(uintptr_t at) { return (unsigned char *)(at + (uintptr_t)to_alias); }
 
 // For tasks that run as code of the host: device addresses, their number, the way to the bytes.
-int kvdouble_ranges(uintptr_t *start, size_t *size, intptr_t *alias) {
+int kvdouble_ranges(uintptr_t *start, size_t *size, intptr_t *alias, uintptr_t *swapped) {
     pthread_mutex_lock(&kvd_lock);
     bool ok = range_start || open_ranges();
-    *start = range_start, *size = range_size, *alias = to_alias;
+    *start = range_start, *size = range_size, *alias = to_alias, *swapped = swapped_start;
     pthread_mutex_unlock(&kvd_lock);
     return ok ? 0 : -1;
+}
+
+// The host's address of the device's view of registered memory; NULL: it is none.
+void *kvdouble_host_address(const void *address) {
+    pthread_mutex_lock(&kvd_lock);
+    struct block *b;
+    void *at = kvd_find(address, &b) == SWAPPED ? b->bytes + ((uintptr_t)address - b->start) : NULL;
+    pthread_mutex_unlock(&kvd_lock);
+    return at;
 }
 
 bool kvd_fits(const struct block *b, size_t offset, size_t size) {
@@ -401,7 +430,7 @@ static int add_registration(void *p, uint64_t size, bool mapped, bool pinned, vo
         return violate(RT_PARAM_INVALID, "5.9", "%p is not host memory", p);
     if (inside && start + size > inside->start + inside->size)
         return violate(RT_PARAM_INVALID, "5.9", "%zu bytes at %p leave their memory", (size_t)size, p);
-    uintptr_t at = mapped ? kvd_reserve(size, 4096) : 0;
+    uintptr_t at = mapped ? reserve_swapped(size) : 0;
     if (num_registrations == 4096 || (mapped && !at))
         return error(RT_MEMORY_ALLOCATION, "no more registrations");
     struct registration *r = &registrations[num_registrations++];

@@ -13,7 +13,8 @@
 enum { SYS_OPTIONS = 8, COMPILE_OPTIONS = 32, TEXT = 64 };
 
 static int64_t sys_options[SYS_OPTIONS];  // acl's aclSysParamOpt: deterministic algorithms first
-static char compile_options[COMPILE_OPTIONS][TEXT];
+// As a real A2 or A3 has them: operators are not compiled when they are called.
+static char compile_options[COMPILE_OPTIONS][TEXT] = {[10] = "disable"};
 
 static int get_option(const char *symbol, int option, int64_t *value) {
     int code = enter(symbol, CALLABLE, "%d", option);

@@ -2,9 +2,12 @@
 // Streams (page 1.5, 5.8): a thread each, first in first out.  Unless told to be eager, a stream
 // does its work as late as the interface allows: when somebody waits for it.  So a missing wait, or
 // memory freed too soon, shows on every run and not only on an unlucky one.
+//
+// For programs (kvdouble_patience) a clock lets streams on as well, one to two ticks after a launch,
+// so that work goes on by itself; a launch still wakes nobody, which is what makes it cheap, and
+// tasks of Python's do not fight with the program for the interpreter while it launches more.
 #include "machine.h"
 
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -40,14 +43,14 @@ struct task *kvd_new_task(int (*run)(struct task *)) {
 void kvd_drop_task(struct task *t) {
     if (--t->refs) return;
     if (t->release) t->release(t);
-    for (int i = 0; i < t->num_blocks; i++) kvd_drop_block(t->blocks[i]);
+    for (int i = 0; i < t->num_touches; i++) kvd_drop_block(t->touches[i].block);
     if (t->record) kvd_drop_recording(t->record);
     if (t->wait) kvd_drop_recording(t->wait);
-    free(t->blocks);
+    free(t->touches);
     free(t);
 }
 
-int kvd_touch(struct task *t, const void *address, size_t size, const char *what) {
+int kvd_touch(struct task *t, const void *address, size_t size, bool write, const char *what) {
     struct block *b;
     enum place place = kvd_find(address, &b);
     if (place == PAGEABLE) return OK;
@@ -58,10 +61,12 @@ int kvd_touch(struct task *t, const void *address, size_t size, const char *what
     if (!kvd_fits(b, offset, size))
         return violate(RT_PARAM_INVALID, "5.3", "%s: %zu bytes at offset %zu leave the memory of %zu",
                        what, size, offset, b->size);
-    struct block **more = realloc(t->blocks, (size_t)(t->num_blocks + 1) * sizeof *more);
-    if (!more) abort();
-    t->blocks = more;
-    t->blocks[t->num_blocks++] = b;
+    if ((t->num_touches & (t->num_touches - 1)) == 0) {  // room grows by doubling
+        size_t room = t->num_touches ? 2 * (size_t)t->num_touches : 1;
+        t->touches = realloc(t->touches, room * sizeof *t->touches);
+        if (!t->touches) abort();
+    }
+    t->touches[t->num_touches++] = (struct touch){b, offset, size, write};
     b->refs++;
     return OK;
 }
@@ -106,15 +111,33 @@ void kvd_drop_recording(struct recording *r) {
     free(r);
 }
 
-static void complete(struct recording *r, int code) {
+static void wake_blocked(void *stream, void *unused) {
+    struct stream *s = stream;
+    (void)unused;
+    if (s->blocked) pthread_cond_signal(&s->wake);
+}
+
+void kvd_complete(struct recording *r, int code) {
     r->time_ns = kvd_now_ns();
     r->error = code;
     r->stream = NULL;
     r->done = true;
+    kvd_each(H_STREAM, wake_blocked, NULL);
+    kvd_notify();
+}
+
+static void wake(void *stream, void *unused) {
+    (void)unused;
+    pthread_cond_signal(&((struct stream *)stream)->wake);
+}
+
+void kvd_wake_all(void) {
+    kvd_each(H_STREAM, wake, NULL);
+    kvd_notify();
 }
 
 static void count(struct task *t, int by) {
-    for (int i = 0; i < t->num_blocks; i++) t->blocks[i]->pending += by;
+    for (int i = 0; i < t->num_touches; i++) t->touches[i].block->pending += by;
     if (!t->graph) return;
     t->graph->running += by;
     for (int i = 0; i < t->graph->count; i++)
@@ -124,11 +147,20 @@ static void count(struct task *t, int by) {
 // -- the thread -----------------------------------------------------------------------------------------------
 
 static bool any_dead(struct task *t) {
-    for (int i = 0; i < t->num_blocks; i++)
-        if (t->blocks[i]->dead) return true;
+    for (int i = 0; i < t->num_touches; i++) {
+        struct touch *one = &t->touches[i];
+        if (one->block->dead || !kvd_fits(one->block, one->start, one->size)) return true;
+    }
     for (int i = 0; t->graph && i < t->graph->count; i++)
         if (any_dead(t->graph->nodes[i].task)) return true;
     return false;
+}
+
+static _Thread_local char *fault_text;  // of the task that this thread runs
+
+void kvd_fault_text(const char *text) {
+    free(fault_text);
+    fault_text = strdup(text);
 }
 
 static void *work(void *argument) {
@@ -145,7 +177,9 @@ static void *work(void *argument) {
             may = t->wait->done;
         }
         if (!t || !may) {
-            pthread_cond_wait(&kvd_changed, &kvd_lock);
+            s->blocked = t != NULL;
+            pthread_cond_wait(&s->wake, &kvd_lock);
+            s->blocked = false;
             continue;
         }
         int code = 0;
@@ -157,23 +191,80 @@ static void *work(void *argument) {
             code = t->run(t);
             pthread_mutex_lock(&kvd_lock);
         }
-        if (code && !s->error) s->error = code;
-        if (t->record) complete(t->record, s->error);
+        if (code && !s->error) {
+            s->error = code;
+            free(s->error_text);
+            s->error_text = fault_text;
+            fault_text = NULL;
+        }
+        if (t->record) kvd_complete(t->record, s->error);
         s->head = t->next;
         if (!s->head) s->tail = NULL;
         count(t, -1);
         kvd_drop_task(t);
         s->done++;
-        pthread_cond_broadcast(&kvd_changed);
+        kvd_notify();
     }
     pthread_mutex_unlock(&kvd_lock);
+    kvd_leave_python();
     return NULL;
 }
 
 void kvd_allow(struct stream *s, uint64_t position) {
     if (s->allowed >= position) return;
     s->allowed = position;
-    pthread_cond_broadcast(&kvd_changed);
+    pthread_cond_signal(&s->wake);
+}
+
+// -- the clock ------------------------------------------------------------------------------------------------
+
+static pthread_cond_t clock_wake = PTHREAD_COND_INITIALIZER;
+static bool clock_runs, clock_ticks;
+
+static void tick_of(void *stream, void *more) {
+    struct stream *s = stream;
+    kvd_allow(s, s->seen);
+    s->seen = s->enqueued;
+    if (s->allowed < s->enqueued) *(bool *)more = true;
+}
+
+static void *tick(void *unused) {
+    pthread_mutex_lock(&kvd_lock);
+    for (;;) {
+        while (!clock_ticks) pthread_cond_wait(&clock_wake, &kvd_lock);
+        uint64_t ns = kvd_settings.patience_ns;
+        struct timespec pause = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
+        pthread_mutex_unlock(&kvd_lock);
+        nanosleep(&pause, NULL);
+        pthread_mutex_lock(&kvd_lock);
+        clock_ticks = false;
+        kvd_each(H_STREAM, tick_of, &clock_ticks);
+    }
+    return unused;
+}
+
+static void start_clock(void) {
+    clock_ticks = true;
+    pthread_t thread;
+    if (clock_runs) pthread_cond_signal(&clock_wake);
+    else if (pthread_create(&thread, NULL, tick, NULL)) abort();
+    else pthread_detach(thread);
+    clock_runs = true;
+}
+
+void kvd_forget_clock(void) {
+    clock_runs = clock_ticks = false;
+    pthread_cond_init(&clock_wake, NULL);
+}
+
+// As many tasks may wait on a stream as wait on a device: then who launches more waits.
+enum { DEPTH = 4096 };
+
+static void make_room(struct stream *s) {
+    if (s->enqueued - s->done < DEPTH) return;
+    uint64_t serial = s->handle.serial, position = s->enqueued - DEPTH / 2;
+    kvd_allow(s, position);
+    while (kvd_is_live(s, H_STREAM, serial) && s->done < position) kvd_wait(NULL);
 }
 
 struct clash {
@@ -206,6 +297,7 @@ int kvd_launch(struct stream *s, struct task *t) {
         s->started = true;
         if (pthread_create(&s->thread, NULL, work, s)) abort();
     }
+    if (kvd_settings.patience_ns) make_room(s);
     struct clash clash = {s, t};
     if (t->workspace) kvd_each(H_STREAM, find_clash, &clash);
     t->position = s->enqueued + 1;
@@ -214,8 +306,44 @@ int kvd_launch(struct stream *s, struct task *t) {
     else s->head = t;
     s->tail = t;
     s->enqueued++;
-    pthread_cond_broadcast(&kvd_changed);
+    if (kvd_settings.eager || s->allowed >= s->enqueued) pthread_cond_signal(&s->wake);
+    else if (kvd_settings.patience_ns && !clock_ticks) start_clock();
     return OK;
+}
+
+static bool overlaps(const struct task *t, const struct block *b, size_t start, size_t size,
+                     bool write) {
+    for (int i = 0; i < t->num_touches; i++) {
+        const struct touch *one = &t->touches[i];
+        if (one->block == b && (write || one->write) && one->start < start + size &&
+            start < one->start + one->size)
+            return true;
+    }
+    for (int i = 0; t->graph && i < t->graph->count; i++)
+        if (overlaps(t->graph->nodes[i].task, b, start, size, write)) return true;
+    return false;
+}
+
+struct pending {
+    struct block *block;
+    size_t start, size;
+    bool write;
+    struct task *found;
+};
+
+static void find_pending(void *stream, void *data) {
+    struct pending *p = data;
+    for (struct task *t = ((struct stream *)stream)->head; t && !p->found; t = t->next)
+        if (overlaps(t, p->block, p->start, p->size, p->write)) p->found = t;
+}
+
+struct task *kvd_pending(const void *address, size_t size, bool write) {
+    struct pending p = {.size = size, .write = write};
+    kvd_find(address, &p.block);
+    if (!p.block || !p.block->pending) return NULL;
+    p.start = (uintptr_t)address - p.block->start;
+    kvd_each(H_STREAM, find_pending, &p);
+    return p.found;
 }
 
 bool kvd_drain(struct stream *s, uint64_t position, int64_t timeout_ms) {
@@ -224,9 +352,7 @@ bool kvd_drain(struct stream *s, uint64_t position, int64_t timeout_ms) {
     struct timespec at;
     if (timeout_ms >= 0) kvd_deadline(&at, timeout_ms);
     while (kvd_is_live(s, H_STREAM, serial) && s->done < position) {
-        if (timeout_ms < 0) pthread_cond_wait(&kvd_changed, &kvd_lock);
-        else if (pthread_cond_timedwait(&kvd_changed, &kvd_lock, &at) == ETIMEDOUT)
-            return s->done >= position;
+        if (!kvd_wait(timeout_ms < 0 ? NULL : &at)) return s->done >= position;
     }
     return true;
 }
@@ -236,8 +362,10 @@ void kvd_close_stream(struct stream *s, bool drop_work) {
     s->closing = true;
     s->aborting = s->aborting || drop_work;
     kvd_allow(s, UINT64_MAX);
-    pthread_cond_broadcast(&kvd_changed);
+    pthread_cond_signal(&s->wake);
+    kvd_notify();
     if (s->started) {
+        kvd_let_python();
         pthread_mutex_unlock(&kvd_lock);
         pthread_join(s->thread, NULL);
         pthread_mutex_lock(&kvd_lock);
@@ -245,6 +373,8 @@ void kvd_close_stream(struct stream *s, bool drop_work) {
     if (s->context->default_stream == s) s->context->default_stream = NULL;
     else num_streams--;
     free(s->past.of);
+    pthread_cond_destroy(&s->wake);
+    free(s->error_text);
     kvd_destroy(s);
 }
 
@@ -252,7 +382,7 @@ void kvd_close_stream(struct stream *s, bool drop_work) {
 int kvd_take_error(struct stream *s) {
     int code = s->error;
     if (!kvd_settings.poison) s->error = 0;
-    return code ? error(code, "a task of the stream failed") : OK;
+    return code ? error(code, "%s", s->error_text ? s->error_text : "a task of the stream failed") : OK;
 }
 
 // -- making and finding -----------------------------------------------------------------------------------------
@@ -261,6 +391,7 @@ static struct stream *make(struct context *c) {
     struct stream *s = kvd_create(H_STREAM, sizeof *s);
     s->context = c;
     s->capture_tail = -1;
+    pthread_cond_init(&s->wake, NULL);
     return s;
 }
 
@@ -370,7 +501,7 @@ int aclrtStreamAbort(void *stream) {
     if (!s) return leave(code);
     uint64_t serial = s->handle.serial;
     s->aborting = true;
-    pthread_cond_broadcast(&kvd_changed);
+    pthread_cond_signal(&s->wake);
     kvd_drain(s, s->enqueued, -1);
     if (kvd_is_live(s, H_STREAM, serial)) s->aborting = false;
     return leave(OK);
@@ -420,7 +551,8 @@ static void pick(void *stream, void *data) {
 }
 
 static int sync_device(int device, int64_t timeout_ms) {
-    int first = OK;
+    int first = kvd_capture_refuses();
+    if (first) return first;
     struct round r = {device, 0, NULL};
     for (;;) {
         r.next = NULL;

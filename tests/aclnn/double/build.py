@@ -17,10 +17,10 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[3] / "kvcore" / "emulator" / "cann"
 RUNTIME = (
     "calls", "device", "memory", "copy", "stream", "event", "callback", "capture", "numbers",
-    "platform", "virtual", "hccl", "compiler",
+    "platform", "virtual", "hccl", "compiler", "python",
 )  # fmt: skip
 OPBASE = ("tensor", "executor")
-OPERATORS = ("scatter", "gather")
+OPERATORS = ("scatter", "gather", "convert")
 CUSTOM = ("selection",)
 FLAGS = (
     "-std=c11",

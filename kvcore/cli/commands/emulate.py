@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvcore emulate``: run a command with the vendor's torch_npu on the emulated machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping
+
+from kvcore.cli import status
+from kvcore.cli.parser import Parser, Subparsers, integer
+from kvcore.cli.printing import say, tell
+
+DESCRIPTION = """\
+Run a command in which the vendor's own torch_npu works without an NPU: every Python process below
+it is an emulated machine."""
+
+EPILOG = """\
+  kvcore emulate --soc A3 -- pytest tests/
+  kvcore emulate                           what would be started, and what is missing
+  eval "$(kvcore emulate --soc A3 --shell)"   the same for everything that this shell starts
+
+Exit status: COMMAND's; 3 when that was 0 and a process below it broke a rule (--check off: never);
+2 when the machine cannot start."""
+
+
+def register(subparsers: Subparsers[Parser]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "emulate",
+        usage="kvcore emulate [options] [-- COMMAND ...]",
+        help="run a command with torch_npu on an emulated machine",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "program", metavar="COMMAND", nargs="*", help="after --, with its arguments"
+    )
+    parser.add_argument(
+        "--soc", choices=("A2", "A3", "950"), default="A3", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--devices",
+        metavar="N",
+        type=integer(1, 16),
+        default=1,
+        help="how many, 1 to 16 (default: 1)",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="MIB",
+        type=integer(1, 1 << 20),
+        help="MiB of each device (default: the SoC's, but all devices together no more than half "
+        "of what a process may still have)",
+    )
+    parser.add_argument(
+        "--check",
+        choices=("off", "report", "raise"),
+        default="report",
+        help="what happens when a rule is broken (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shell", action="store_true", help="print the environment for a shell, and run nothing"
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Print the environment, say what there is, or run the command."""
+    from kvcore.emulator import environment, installed
+
+    memory = None if namespace.memory is None else namespace.memory << 20
+    settings = environment.Settings(namespace.soc, namespace.devices, memory, namespace.check)
+    faults = [
+        fault
+        for fault in (installed.platform_fault(), installed.build_fault())
+        if fault is not None
+    ]
+    fault = installed.wheels().fault()
+    if fault is not None:
+        faults.append(fault)
+    if namespace.shell and namespace.program:
+        tell("kvcore emulate: --shell prints the environment and runs no COMMAND")
+        return status.USAGE
+    if not namespace.shell and not namespace.program:
+        return _tell(settings, faults)
+    if faults:
+        tell(f"kvcore emulate: {faults[0]}")
+        return status.USAGE
+    environ = dict(os.environ)
+    aside = environment.apply(settings, environ)
+    if namespace.shell:
+        for line in _shell(os.environ, environ):
+            say(line)
+        return status.OK
+    for name, value in aside.items():
+        tell(f"kvcore emulate: {name}={value} of an installed CANN is set aside")
+    return _run(namespace.program, environ)
+
+
+def _tell(settings: object, faults: list[str]) -> int:
+    from kvcore.emulator import environment, installed, machine, memory
+
+    assert isinstance(settings, environment.Settings)
+    wheels = installed.wheels()
+    size = settings.memory or memory.default(settings.soc, settings.devices)
+    say(f"soc        {settings.soc} ({machine.PRODUCTS[settings.soc]})")
+    say(f"devices    {settings.devices}, {size >> 20} MiB each")
+    say(f"check      {settings.check}")
+    say(f"torch      {wheels.torch or 'not installed'}")
+    say(f"torch_npu  {wheels.torch_npu or 'not installed'}")
+    for name, value in environment.foreign(os.environ).items():
+        say(f"set aside  {name}={value}")
+    for fault in faults:
+        say(f"missing    {fault}")
+    if not faults:
+        say("start it with: kvcore emulate [options] -- COMMAND")
+    return status.FAILED if faults else status.OK
+
+
+def _shell(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """Lines for a POSIX shell that turn one environment into the other."""
+    lines = [f"unset {name}" for name in before if name not in after]
+    return lines + [
+        f"export {name}={shlex.quote(value)}"
+        for name, value in after.items()
+        if before.get(name) != value
+    ]
+
+
+def _run(program: list[str], environ: dict[str, str]) -> int:
+    if shutil.which(program[0], path=environ.get("PATH")) is None:
+        tell(f"kvcore emulate: {program[0]}: command not found")
+        return status.USAGE
+    # Ctrl-C reaches the command by itself: it decides how to end.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with subprocess.Popen(program, env=environ, restore_signals=True) as child:
+            signal.signal(signal.SIGTERM, lambda number, _: child.send_signal(number))
+            code = child.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return 128 - code if code < 0 else code

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every operator of torch on the machine: torch's CPU kernel as a task in stream order.
+
+torch_npu registers some 1,500 operators for its device and calls the vendor's kernels, which are
+not here.  Each is registered again: at the call the outputs are allocated, with the sizes and
+strides that the operator's meta kernel gives, and a task is queued on the current stream that runs
+the CPU kernel over the same memory.  So the call returns at once, a graph captures the task, and
+nothing is copied but the result.
+
+An operator whose outputs depend on data waits for its stream, and is refused in a capture.  What a
+CPU kernel raises becomes a failed task, reported by the next wait.  Views, allocation, copies and
+what else is torch_npu's own stay as they are (operators.py has the table).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch_npu
+
+from kvcore.emulator import operators, randomness, tasks
+from kvcore.emulator.views import Views, span
+from kvcore.errors import StreamError
+
+__all__ = ["install"]
+
+_raw_stream: Callable[[int], int] = torch_npu._C._npu_getCurrentRawStream
+_capturing: Callable[[], bool] = torch_npu._C._npu_isCurrentStreamCapturing
+
+#: Keeps the registrations: they end with the object.
+_library: Any = None
+_views: Views
+_REMEMBERED = 4096  # signatures of one operator
+
+
+def install() -> None:
+    """Register the kernels, once; torch_npu is imported."""
+    global _library, _views
+    if _library is not None:
+        return
+    tasks.prepare()
+    _views = Views()
+    _library = torch.library.Library("aten", "IMPL")
+    for name, overload in operators.overloads():
+        _library.impl(name, Kernel(overload), "PrivateUse1")
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """Tensors of an argument, which may be a list with None in it."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """An argument with each of its tensors changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return [_mapped(item, change) for item in value]
+    return value
+
+
+def _key(value: Any, by_value: bool) -> Any:
+    """What of an argument decides how the outputs look."""
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype, value.is_cpu)
+    if isinstance(value, list | tuple):
+        return tuple(_key(item, by_value) for item in value)
+    if isinstance(value, float | complex) and not by_value:
+        return type(value)
+    return value
+
+
+class Output:
+    """How one output looks: size, strides, dtype; or None where a kernel gives no tensor."""
+
+    __slots__ = ("dtype", "size", "stride")
+
+    def __init__(self, tensor: Any) -> None:
+        self.size, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+
+
+class Kernel:
+    """The kernel of one overload for the emulated device."""
+
+    def __init__(self, overload: Any) -> None:
+        self.overload = overload
+        self.name = str(overload)
+        schema = overload._schema
+        self.names = [argument.name for argument in schema.arguments]
+        self.written = {
+            argument.name
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }
+        self.out_names = [
+            a.name for a in schema.arguments if a.kwarg_only and a.name in self.written
+        ]
+        self.returns = [self._source(ret) for ret in schema.returns]
+        self.waits = operators.depends_on_data(overload)
+        self.random = operators.is_random(overload)
+        self.special = operators.SPECIAL.get(self.name)
+        self.seeded = operators.with_generator(overload) if self.random else None
+        self.by_value = not any("Tensor" in str(a.type) for a in schema.arguments)
+        self.index_lists = operators.takes_host_indices(overload)
+        self.signatures: dict[Any, Any] = {}
+
+    def _source(self, ret: Any) -> str | None:
+        """The argument that a return value is, None if it is new."""
+        if ret.alias_info is None:
+            return None
+        for argument in self.overload._schema.arguments:
+            if argument.alias_info and argument.alias_info.before_set & ret.alias_info.before_set:
+                return str(argument.name)
+        return None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            line = sys._getframe(1)
+        except ValueError:  # a thread of autograd's, without a line of Python
+            where = f"{self.name} (backward)"
+        else:
+            where = f"{self.name} ({line.f_code.co_filename}:{line.f_lineno})"
+        device = self._device(args, kwargs)
+        stream = _raw_stream(device)
+        if self.random:
+            args, kwargs = self._with_generator(args, kwargs, device)
+        if self.waits:
+            return self._wait(args, kwargs, device, where)
+        outputs = self._outputs(args, kwargs, device)
+        new = [
+            None if o is None else torch.empty_strided(
+                o.size, o.stride, dtype=o.dtype, device=f"npu:{device}"
+            )
+            for o in outputs
+        ]  # fmt: skip
+        self._queue(stream, where, args, kwargs, new)
+        return self._result(args, kwargs, new)
+
+    # -- what is asked -------------------------------------------------------------------------
+
+    def _device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The device of the call; tensors of others are refused as torch refuses them."""
+        device: int | None = None
+        host = None
+        for position, value in enumerate((*args, *kwargs.values())):
+            for tensor in _tensors(value):
+                if tensor.is_cpu:
+                    if tensor.dim() and not (self.index_lists and position > 0):
+                        host = tensor
+                    continue
+                if device is None:
+                    device = tensor.device.index
+                elif device != tensor.device.index:
+                    raise RuntimeError(
+                        "Expected all tensors to be on the same device, but found at least two "
+                        f"devices, npu:{device} and {tensor.device}!"
+                    )
+        if device is None:
+            asked = kwargs.get("device")
+            index = None if asked is None else torch.device(asked).index
+            return int(torch_npu.npu.current_device() if index is None else index)
+        if host is not None:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"npu:{device} and cpu!"
+            )
+        return device
+
+    def _with_generator(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with a generator of the host that continues the device's."""
+        given = kwargs.get("generator")
+        position = self.names.index("generator") if "generator" in self.names else -1
+        if 0 <= position < len(args):
+            given = args[position]
+        host = randomness.continued(given, device)
+        if position < 0:  # of what runs in its place
+            taken = self.special is not None or self.seeded is not None
+            return args, {**kwargs, "generator": host} if taken else kwargs
+        if position < len(args):
+            return (*args[:position], host, *args[position + 1 :]), kwargs
+        return args, {**kwargs, "generator": host}
+
+    # -- outputs -------------------------------------------------------------------------------
+
+    def _outputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: int
+    ) -> list[Output | None]:
+        key = tuple(_key(value, self.by_value) for value in args)
+        if kwargs:
+            named = ((n, _key(v, self.by_value)) for n, v in kwargs.items() if n != "generator")
+            key = (key, tuple(named))
+        remembered = True
+        try:
+            found = self.signatures.get(key)
+        except TypeError:  # something that cannot be hashed: ask anew
+            found, remembered = None, False
+        if found is None:
+            found = self._ask(args, kwargs)
+            if remembered:
+                if len(self.signatures) >= _REMEMBERED:
+                    self.signatures.clear()
+                self.signatures[key] = found
+        outputs, resized = found
+        for name, output in resized:
+            kwargs[name].resize_(output.size)
+        return list(outputs)
+
+    def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The meta kernel's answer: new outputs, and out= tensors that must be resized."""
+
+        def meta(tensor: Any) -> Any:
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+            )
+
+        asked = {name: _mapped(value, meta) for name, value in kwargs.items()}
+        if "device" in asked:
+            asked["device"] = "meta"
+        if "pin_memory" in asked:
+            asked["pin_memory"] = False
+        if "generator" not in self.names:
+            asked.pop("generator", None)
+        for name in self.out_names:
+            given = kwargs[name]
+            if isinstance(given, torch.Tensor):
+                asked[name] = torch.empty(0, dtype=given.dtype, device="meta")
+        run = self.special.meta if self.special and self.special.meta else self.overload
+        result = run(*(_mapped(value, meta) for value in args), **asked)
+        resized = [
+            (name, Output(asked[name]))
+            for name in self.out_names
+            if isinstance(kwargs[name], torch.Tensor) and asked[name].shape != kwargs[name].shape
+        ]
+        if len(self.returns) == 1:
+            result = (result,)
+        flat: list[Output | None] = []
+        for source, value in zip(self.returns, result or (), strict=False):
+            if source is not None:
+                continue
+            members = value if isinstance(value, list | tuple) else (value,)
+            flat += [Output(m) if isinstance(m, torch.Tensor) else None for m in members]
+        return flat, resized
+
+    def _result(self, args: tuple[Any, ...], kwargs: dict[str, Any], new: list[Any]) -> Any:
+        """What the call returns: its own arguments where the schema says so, else the new ones."""
+        if not self.returns:
+            return None
+        types = [str(ret.type) for ret in self.overload._schema.returns]
+        rest = iter(new)
+        made = []
+        for source, kind in zip(self.returns, types, strict=True):
+            if source is not None:
+                position = self.names.index(source)
+                made.append(args[position] if position < len(args) else kwargs[source])
+            elif kind.startswith("List"):
+                made.append(list(rest))
+            else:
+                made.append(next(rest))
+        return made[0] if len(made) == 1 else tuple(made)
+
+    # -- the task ------------------------------------------------------------------------------
+
+    def _host_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], touches: list[int]
+    ) -> Callable[[], Any]:
+        """The CPU kernel over the call's memory; host tensors count as they are now."""
+
+        def host(tensor: Any, written: bool) -> Any:
+            if tensor.is_cpu:
+                return tensor if written else tensor.clone()
+            size = span(tensor)
+            if size:
+                touches.extend((tensor.data_ptr(), size, written))
+            return _views.of(tensor)
+
+        names = self.names
+
+        def read(tensor: Any) -> Any:
+            return host(tensor, False)
+
+        def write(tensor: Any) -> Any:
+            return host(tensor, True)
+
+        there = [
+            _mapped(value, write if names[i] in self.written else read)
+            for i, value in enumerate(args)
+        ]
+        named = {
+            name: _mapped(value, write if name in self.written else read)
+            for name, value in kwargs.items()
+        }
+        if "device" in named:
+            named["device"] = "cpu"
+        if "pin_memory" in named:
+            named["pin_memory"] = False
+        run = self.special.run if self.special else self.seeded or self.overload
+        return lambda: run(*there, **named)
+
+    def _queue(self, stream: int, where: str, args: Any, kwargs: Any, new: list[Any]) -> None:
+        touches: list[int] = []
+        call = self._host_call(args, kwargs, touches)
+        targets: list[Any] = [None if tensor is None else _views.of(tensor) for tensor in new]
+        for tensor in new:
+            if tensor is not None and tensor.numel():
+                touches.extend((tensor.data_ptr(), span(tensor), 1))
+        sources, single = self.returns, len(self.returns) == 1
+        if not new:
+
+            def task() -> None:
+                call()
+        else:
+
+            def task() -> None:
+                result = call()
+                results: list[Any] = []
+                for value, source in zip((result,) if single else result, sources, strict=False):
+                    if source is None:
+                        results += value if isinstance(value, list | tuple) else (value,)
+                for target, value in zip(targets, results, strict=True):
+                    if target is not None:
+                        target.copy_(value)
+
+        try:
+            tasks.launch(stream, where, task, touches, _capturing())
+        except StreamError as error:
+            raise RuntimeError(str(error)) from None
+
+    def _wait(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: int, where: str) -> Any:
+        """For outputs that depend on data: the stream passes first."""
+        if _capturing():
+            raise RuntimeError(
+                f"{where}: the output depends on data, which no capture has; the device refuses it "
+                "too"
+            )
+        touches: list[int] = []
+        call = self._host_call(args, kwargs, touches)
+        found: list[Any] = []
+        tasks.launch(_raw_stream(device), where, lambda: found.append(call()), touches)
+        torch_npu.npu.current_stream(device).synchronize()
+        (result,) = found
+        if self.out_names:
+            for name in self.out_names:
+                value = kwargs[name]
+                if isinstance(value, torch.Tensor) and value.shape != result.shape:
+                    value.resize_(result.shape)
+        if not isinstance(result, torch.Tensor | list | tuple):
+            return result
+        results = list(result) if isinstance(result, list | tuple) else [result]
+        made = [
+            torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=f"npu:{device}")
+            if isinstance(r, torch.Tensor)
+            else r
+            for r in results
+        ]
+        self._fill(device, where, results, made)
+        return made[0] if isinstance(result, torch.Tensor) else tuple(made)
+
+    def _fill(self, device: int, where: str, results: list[Any], made: list[Any]) -> None:
+        """Write what a waiting call found into its new tensors."""
+        pairs = [
+            (_views.of(target), source)
+            for source, target in zip(results, made, strict=True)
+            if isinstance(source, torch.Tensor) and source.numel()
+        ]
+        touches = [
+            number
+            for target in made
+            if isinstance(target, torch.Tensor) and target.numel()
+            for number in (target.data_ptr(), span(target), 1)
+        ]
+
+        def task() -> None:
+            for target, source in pairs:
+                target.copy_(source)
+
+        if pairs:
+            tasks.launch(_raw_stream(device), where, task, touches)

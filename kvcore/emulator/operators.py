@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of torch's operators get a fallback kernel, and how each behaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = [
+    "OWN",
+    "SPECIAL",
+    "depends_on_data",
+    "is_random",
+    "overloads",
+    "takes_host_indices",
+    "with_generator",
+]
+
+#: torch_npu's own kernels that work on the machine: memory, copies, views, storage, streams.
+OWN = frozenset(
+    {
+        "_copy_from", "_copy_from_and_resize", "_lazy_clone", "_local_scalar_dense", "_pin_memory",
+        "_reshape_alias", "_to_copy", "alias", "as_strided", "as_strided_", "clone", "contiguous",
+        "copy_", "empty.memory_format", "empty_like", "empty_strided", "is_pinned", "is_set_to",
+        "new_empty_strided", "record_stream", "resize_", "set_", "set_.source_Storage",
+        "set_.source_Storage_storage_offset", "set_.source_Tensor", "unfold", "view", "view.dtype",
+        "view_as_complex", "view_as_real", "_to_sparse", "_to_sparse.sparse_dim",
+        "_fused_sdp_choice",
+    }
+)  # fmt: skip
+
+#: Their meta kernels cannot say how the output looks, or they return no tensor.
+_DEPENDS = frozenset(
+    {
+        "equal", "nonzero", "nonzero.out", "masked_select", "masked_select.out", "_unique",
+        "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount",
+        "is_nonzero", "repeat_interleave.Tensor", "histc", "_linalg_check_errors",
+        "_pack_padded_sequence",
+    }
+)  # fmt: skip
+
+
+def _names() -> Iterator[str]:
+    """Overloads with a kernel for CPUs, or that torch_npu has registered for its device."""
+    registered = set(torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"))
+    registered |= set(torch._C._dispatch_get_registrations_for_dispatch_key("CPU"))
+    for name in sorted(registered):
+        if name.startswith("aten::"):
+            yield name[len("aten::") :]
+
+
+def _find(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    found = getattr(torch.ops.aten, packet, None)
+    return None if found is None else getattr(found, overload or "default", None)
+
+
+def _is_view(schema: Any) -> bool:
+    """Whether it returns a view of an argument that it does not write."""
+    return any(ret.alias_info and not ret.alias_info.is_write for ret in schema.returns)
+
+
+def overloads() -> Iterator[tuple[str, Any]]:
+    """(name, overload) of every operator that gets a kernel."""
+    for name in _names():
+        if name in OWN:
+            continue
+        try:
+            found = _find(name)
+        except (AttributeError, RuntimeError):  # registered, and defined by nobody
+            continue
+        if found is None or _is_view(found._schema):
+            continue
+        if any(
+            "Storage" in str(a.type) or "Stream" in str(a.type) for a in found._schema.arguments
+        ):
+            continue
+        yield name, found
+
+
+def _short(overload: Any) -> str:
+    return str(overload).removeprefix("aten.").removesuffix(".default")
+
+
+def depends_on_data(overload: Any) -> bool:
+    """Whether the call must wait for its stream before it can return."""
+    tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+    returns = [str(ret.type) for ret in overload._schema.returns]
+    return (
+        _short(overload) in _DEPENDS
+        or any(tag in overload.tags for tag in tags)
+        or any("Tensor" not in kind for kind in returns)
+    )
+
+
+def is_random(overload: Any) -> bool:
+    """Whether it draws numbers from a generator."""
+    return torch.Tag.nondeterministic_seeded in overload.tags or any(
+        argument.name == "generator" for argument in overload._schema.arguments
+    )
+
+
+def with_generator(overload: Any) -> Any:
+    """The overload that also takes a generator, None if this one does or none is there."""
+    if any(argument.name == "generator" for argument in overload._schema.arguments):
+        return None
+    packet, _, name = _short(overload).partition(".")
+    wanted = f"{name}_generator" if name else "generator"
+    return getattr(getattr(torch.ops.aten, packet), wanted, None)
+
+
+def takes_host_indices(overload: Any) -> bool:
+    """Whether its tensors of indices may be the host's, as in torch."""
+    return _short(overload).partition(".")[0] in (
+        "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index",
+        "_unsafe_index_put",
+    )  # fmt: skip
+
+
+# -- operators without a CPU kernel, or that draw from torch's global generator --------------------
+
+
+class Special(NamedTuple):
+    """run: on CPU tensors.  meta: on meta tensors, None: the operator's own meta kernel."""
+
+    run: Callable[..., Any]
+    meta: Callable[..., Any] | None = None
+
+
+def _native_dropout(value: Any, p: float, train: bool | None, *, generator: Any = None) -> Any:
+    if train is False or p == 0:
+        return value.clone(), torch.ones_like(value, dtype=torch.bool)
+    if p == 1:
+        return torch.zeros_like(value), torch.zeros_like(value, dtype=torch.bool)
+    drawn = torch.empty_like(value, dtype=torch.float32).uniform_(generator=generator)
+    mask = drawn >= p
+    return value * mask / (1 - p), mask
+
+
+def _matmul_backward(grad: Any, left: Any, right: Any, mask: list[bool]) -> Any:
+    with torch.enable_grad():
+        left, right = left.detach().requires_grad_(), right.detach().requires_grad_()
+        out = torch.matmul(left, right)
+    got = torch.autograd.grad(out, (left, right), grad)
+    return tuple(value if wanted else None for value, wanted in zip(got, mask, strict=True))
+
+
+def _matmul_backward_meta(grad: Any, left: Any, right: Any, mask: list[bool]) -> Any:
+    both = (torch.empty_like(left), torch.empty_like(right))
+    return tuple(value if wanted else None for value, wanted in zip(both, mask, strict=True))
+
+
+def _linear_backward(value: Any, grad: Any, weight: Any, mask: list[bool]) -> Any:
+    rows, columns = grad.reshape(-1, grad.shape[-1]), value.reshape(-1, value.shape[-1])
+    return (
+        grad.matmul(weight) if mask[0] else None,
+        rows.t().matmul(columns) if mask[1] else None,
+        rows.sum(0) if mask[2] else None,
+    )
+
+
+SPECIAL: dict[str, Special] = {
+    "aten.native_dropout.default": Special(_native_dropout),
+    "aten.matmul_backward.default": Special(_matmul_backward, _matmul_backward_meta),
+    "aten.linear_backward.default": Special(_linear_backward, _linear_backward),
+}

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python functions as tasks of the machine's streams.
+
+A stream's thread calls :func:`_run` with a task's number, without the machine's lock, and takes the
+GIL for it; so a task must not wait for a stream, and nobody waits for a task with the GIL held (see
+cann/python.c).  A task that a graph has captured runs at every replay and is kept until the machine
+says that it was dropped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import itertools
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from ctypes import c_char_p, c_int, c_size_t, c_uint64, c_void_p
+
+from kvcore.emulator import machine
+from kvcore.errors import StreamError
+
+__all__ = ["failure", "launch", "prepare"]
+
+#: What a failed task leaves on its stream: a fault inside an AI core.
+_FAULT = 507015
+_NO_DEVICE = 107002
+
+_numbers = itertools.count(1)
+_tasks: dict[int, tuple[Callable[[], None], str, bool]] = {}
+_gone = False
+
+
+def _run(number: int) -> int:
+    if number not in _tasks:
+        return 0
+    function, name, captured = _tasks[number]
+    if not captured:
+        del _tasks[number]
+    try:
+        function()
+    except BaseException as error:
+        text = f"{name}: {_words(error)}"
+        _core.kvdouble_task_failed(text.encode(errors="replace"))
+        return _FAULT
+    return 0
+
+
+def _words(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+_RUN = ctypes.CFUNCTYPE(c_int, c_uint64)(_run)
+_core: ctypes.CDLL
+_num_dropped: c_size_t
+_DROPPED = (c_uint64 * 1024)()
+
+
+def prepare() -> None:
+    """Make the machine ready for tasks of Python's; at exit it finishes them first."""
+    global _core, _num_dropped
+    _core = machine.load().core
+    _core.kvdouble_launch.argtypes = [c_void_p, c_char_p, type(_RUN), c_uint64, c_void_p, c_size_t]
+    _core.kvdouble_dropped.argtypes = [c_void_p, c_size_t]
+    _core.kvdouble_dropped.restype = c_size_t
+    _core.kvdouble_task_failed.argtypes = [c_char_p]
+    _core.aclGetRecentErrMsg.restype = c_char_p
+    _num_dropped = c_size_t.in_dll(_core, "kvdouble_num_dropped")
+    atexit.register(_finish)
+
+
+def _forget_dropped() -> None:
+    while _num_dropped.value:
+        for i in range(_core.kvdouble_dropped(_DROPPED, len(_DROPPED))):
+            _tasks.pop(_DROPPED[i], None)
+
+
+def launch(
+    stream: int,
+    name: str,
+    function: Callable[[], None],
+    touches: Sequence[int],
+    captured: bool = False,
+) -> None:
+    """Queue ``function`` on a stream.
+
+    stream:   the address of a stream of the thread's current device.
+    name:     what reports and errors call the task.
+    touches:  three numbers each: a device address, bytes from there, 1 if they are written.
+    captured: the stream is being captured: the task may run often, or never.
+    Raises StreamError with the machine's words when it refuses.
+    """
+    if _gone:
+        raise StreamError(f"{name}: Python is ending, and the emulated machine has stopped")
+    if _num_dropped.value:
+        _forget_dropped()
+    number = next(_numbers)
+    _tasks[number] = (function, name, captured)
+    count = len(touches)
+    given = (c_uint64 * count)(*touches)
+    code = _core.kvdouble_launch(stream, name.encode(), _RUN, number, given, count // 3)
+    if code:
+        _tasks.pop(number, None)
+        raise StreamError(f"{name}: {failure(code)}", code=code)
+
+
+def failure(code: int) -> str:
+    """The machine's words for a code that it has just returned in this thread."""
+    text: bytes | None = _core.aclGetRecentErrMsg()
+    return f"{code}" if text is None else text.decode(errors="replace")
+
+
+def _finish() -> None:
+    """At exit: what is queued is done, and nothing begins any more."""
+    global _gone
+    if threading.current_thread() is threading.main_thread() and not _core.kvdouble_forked():
+        npu = sys.modules.get("torch_npu")
+        try:
+            if npu is not None and npu.npu.is_initialized():
+                npu.npu.synchronize()
+        except Exception as error:
+            print(f"kvcore.emulator: at exit: {_words(error)}", file=sys.stderr)
+    _gone = True
+    _core.kvdouble_python_gone()

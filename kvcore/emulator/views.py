@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU tensors over the bytes of NPU tensors, without a copy.
+
+A device address and its byte lie at a constant distance, so one CPU tensor over the whole range of
+addresses, for each dtype, has every NPU tensor as a strided view.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from kvcore.emulator import machine
+
+__all__ = ["Views"]
+
+
+class Views:
+    """Makes the views.
+
+    start, end: device addresses.  swapped: from here on they are the device's view of registered
+    host memory, whose bytes are the host's.
+    """
+
+    def __init__(self) -> None:
+        loaded = machine.load()
+        self._core = loaded.core
+        self._core.kvdouble_host_address.restype = ctypes.c_void_p
+        self._core.kvdouble_host_address.argtypes = [ctypes.c_void_p]
+        self.start, size, alias, self.swapped = loaded.ranges()
+        self.end = self.start + size
+        whole = (ctypes.c_char * size).from_address(self.start + alias)
+        self._bytes = torch.frombuffer(whole, dtype=torch.uint8)
+        self._whole: dict[Any, Any] = {}
+
+    def of(self, tensor: Any) -> Any:
+        """A CPU tensor with the size, strides, dtype and memory of an NPU tensor."""
+        size, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
+        if tensor.numel() == 0:
+            return torch.empty_strided(size, stride, dtype=dtype)
+        address = tensor.data_ptr()
+        if address >= self.swapped:
+            return self._of_host(tensor, address)
+        whole = self._whole.get(dtype)
+        if whole is None:
+            whole = self._whole[dtype] = self._bytes.view(dtype)
+        return whole.as_strided(size, stride, (address - self.start) // tensor.itemsize)
+
+    def _of_host(self, tensor: Any, address: int) -> Any:
+        host = self._core.kvdouble_host_address(address)
+        if not host:
+            raise RuntimeError(f"{address:#x} is no device address of registered host memory")
+        memory = (ctypes.c_char * span(tensor)).from_address(host)
+        flat = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
+        return flat.as_strided(tensor.shape, tensor.stride())
+
+
+def span(tensor: Any) -> int:
+    """Bytes from a tensor's first element to past its last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((last + 1) * tensor.itemsize)

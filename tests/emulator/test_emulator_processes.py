@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Children, forks, ends: what a process inherits of the machine, and that none of them hangs."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+from wheel import needs_wheel
+
+from kvcore.emulator import environment
+
+Program = Callable[..., "subprocess.CompletedProcess[str]"]
+# Each of these processes imports torch, some one below another.
+pytestmark = [needs_wheel, pytest.mark.timeout(300)]
+
+START = """
+import os, subprocess, sys
+import kvcore.emulator
+kvcore.emulator.start(memory=1 << 28)
+import torch, torch_npu
+"""
+CHILD = "import torch; print((torch.ones(3, device='npu') + 1).sum().item())"
+
+
+def asked() -> dict[str, str]:
+    made: dict[str, str] = {}
+    environment.apply(environment.Settings(memory=1 << 28), made)
+    return made
+
+
+@pytest.mark.parametrize("options", [(), ("-I",)])
+def test_a_child_is_a_machine_of_its_own(program: Program, options: tuple[str, ...]) -> None:
+    done = program(CHILD, *options, **asked())
+    assert done.stdout == "6.0\n", done.stderr
+
+
+def test_two_levels_of_children(program: Program) -> None:
+    inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}], check=True)"
+    text = f"""{START}
+x = torch.ones(3, device='npu') + 1
+inner = {inner!r}
+subprocess.run([sys.executable, "-c", inner], check=True)
+print(x.sum().item())
+"""
+    done = program(text)
+    assert done.stdout.split() == ["6.0", "6.0"], done.stderr
+
+
+def test_torch_npu_that_is_imported_by_name(program: Program) -> None:
+    text = "import torch, torch_npu; print((torch.ones(3, device='npu') + 1).sum().item())"
+    done = program(text, TORCH_DEVICE_BACKEND_AUTOLOAD="0", **asked())
+    assert done.stdout == "6.0\n", done.stderr
+
+
+def test_workers_of_a_data_loader(program: Program) -> None:
+    text = f"""{START}
+import torch.utils.data
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): return torch.full((2,), float(i))
+if __name__ == "__main__":
+    held = torch.ones(3, device="npu") + 1
+    for way in ("fork", "spawn"):
+        loader = torch.utils.data.DataLoader(Data(), 4, num_workers=2, multiprocessing_context=way)
+        print(sum(batch.npu().sum().item() for batch in loader))
+    print(held.sum().item())
+"""
+    # spawn needs a file to import.
+    done = program(
+        "import pathlib, runpy, sys, tempfile\n"
+        f"path = pathlib.Path(tempfile.mkdtemp(), 'main.py'); path.write_text({text!r})\n"
+        "sys.argv = [str(path)]; runpy.run_path(str(path), run_name='__main__')\n"
+    )
+    assert done.stdout.split() == ["56.0", "56.0", "6.0"], done.stderr
+
+
+FORK = f"""{START}
+{{before}}
+child = os.fork()
+if child == 0:
+    {{inside}}
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+{{after}}
+"""
+
+
+def test_a_fork_before_a_device_is_open(program: Program) -> None:
+    text = FORK.format(
+        before="torch.npu.device_count()",
+        inside="print((torch.ones(3, device='npu') + 1).sum().item(), flush=True); os._exit(0)",
+        after="print((torch.ones(3, device='npu') + 2).sum().item())",
+    )
+    done = program(text)
+    assert done.stdout.split() == ["6.0", "0", "9.0"], done.stderr
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
+def test_a_forked_child_that_needs_no_device_ends(program: Program, end: str) -> None:
+    text = FORK.format(
+        before="x = torch.ones(3, device='npu') + 1", inside=end, after="print(x.sum().item())"
+    )
+    done = program(text)
+    assert done.stdout.split() == ["0", "6.0"], done.stderr
+
+
+def test_a_forked_child_that_needs_one(program: Program) -> None:
+    inside = """
+    try:
+        torch.ones(3, device='npu') + 1
+    except RuntimeError as error:
+        print("forked" in str(error), flush=True)
+    os._exit(0)
+"""
+    text = FORK.format(
+        before="x = torch.ones(3, device='npu') + 1", inside=inside, after="print(x.sum().item())"
+    )
+    done = program(text)
+    assert done.stdout.split() == ["True", "0", "6.0"], done.stderr
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(0)", "os._exit(0)", "raise SystemExit"])
+def test_a_process_ends_with_work_queued(program: Program, end: str) -> None:
+    text = f"""{START}
+x = torch.ones(3, device="npu")
+for _ in range(1000):
+    x.mul_(1.0)
+{end}
+"""
+    done = program(text)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_gil_is_given_back(program: Program) -> None:
+    """Waits behind a thousand operators and a host function, by two threads, in every way."""
+    text = f"""{START}
+import threading
+x = torch.ones(64, device="npu")
+stream = torch.npu.Stream()
+seen = []
+def work():
+    for _ in range(4):
+        y = x
+        for _ in range(250):
+            y = y * 1.0
+        event = torch.npu.Event()
+        event.record()
+        torch.npu.empty_cache()
+        event.synchronize()
+        try:
+            torch.empty(1 << 30, dtype=torch.int8, device="npu")
+        except torch.OutOfMemoryError:
+            seen.append("out of memory")
+        torch.npu.synchronize()
+threads = [threading.Thread(target=work) for _ in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(seen), x.sum().item())
+"""
+    done = program(text)
+    assert done.stdout.split() == ["8", "64.0"], done.stderr
