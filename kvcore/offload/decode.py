@@ -444,9 +444,9 @@ class DecodeEngine:
         """Wait until nothing runs, whatever cancel comes, then give the device memory back.
 
         Requests still in are dropped as by `abort`.  Raises DecodeFailed or RaceError, with the
-        memory given back all the same, when something failed that nobody was told of; the
-        cancel.  What ends the wait at once (a second Ctrl-C) leaves the memory taken until this
-        is called again, or the device is left.
+        memory given back all the same, when something failed that was not reported before; and
+        the cancel.  What ends the wait at once (a second Ctrl-C) leaves the memory taken until
+        this is called again, or the device is left.
         """
         if self._begin_close():
             await self._settle()

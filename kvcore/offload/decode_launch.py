@@ -142,6 +142,11 @@ class Launcher:
         """What was launched by now, for `ran`."""
         return [(tally, tally.launched) for tally in self._tallies.values()]
 
+    def did_not_run(self, launched: Launched) -> bool:
+        """Nothing of it is under way, and some of it never ran; no restart has put that right."""
+        current = [launch for launch in launched if launch[0] in self._tallies.values()]
+        return not ran(current)
+
     def copies_launched(self) -> Launched:
         """Of that the copies to the host."""
         return [(self._tallies["d2h"], self._tallies["d2h"].launched)]
@@ -168,7 +173,7 @@ class Launcher:
         return self._origin_us + self._origin.elapsed_time(event) * 1e3
 
     def start_again(self) -> None:
-        """After a failure that everybody was told of: no event of the past holds anything back.
+        """After a failure that all streams have reported: no event of the past holds work back.
 
         What may still run of the past is before everything to come all the same.
         """

@@ -50,8 +50,9 @@ class Part(Protocol):
 class Tally:
     """The launches of one stream, in order: how many, and how many ran with none before missing.
 
-    A stream tells of a failure once, and whoever asks it may be somebody else (a synchronise of
-    the whole device).  What a tally lacks when the stream has nothing left to run did not run.
+    A stream reports a failure once, perhaps to a caller outside the engine (a synchronise of the
+    whole device).  A launch that is missing here when the stream has nothing left to run failed
+    or was skipped.
     """
 
     __slots__ = ("launched", "ran")

@@ -2,15 +2,16 @@
 """Waiting for the operations of the decode engine, and what becomes of its requests by them.
 
 A place of the batch (its rows of the rings, its pools) and the request's blocks on the host may
-be given to another only when no operation uses them any more.  So whoever makes a request leave
-waits, through every cancel, for all that was launched until then, and what was leaving when the
-wait began has left when it ends.  A wait that is broken off (Ctrl-C, or a task that its loop has
-dropped) leaves the request where it is, with a mark on every stream; the engine looks at these
-when it is next asked for a place.
+be given to another only when no operation uses them any more.  So a call that makes a request
+leave waits, through every cancel, for all that was launched until then, and each request that was
+leaving when the wait began has left when it ends.  A wait that is broken off (Ctrl-C, or a task
+that its loop has dropped) leaves the request where it is, with a mark on every stream; the engine
+looks at these when it is next asked for a place.
 
-A failure is told once, to one of those that wait.  From that moment no request that was in the
-batch counts anything as being on the host, whoever waits beside; and all of them leave.  Where
-somebody else was told (a synchronise of the device), it is found by the operations that lack.
+Streams report a failure once, to one of those that wait.  From that moment nothing more of any
+request in the batch counts as being on the host, for concurrent waits too, and all of them leave.
+Where the failure was reported outside the engine (to a synchronise of the device), it is found by
+counting the operations that ran.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvcore.errors import StreamError
-from kvcore.offload.decode_launch import ran
 
 if TYPE_CHECKING:
     from kvcore.offload.decode import DecodeEngine
@@ -59,13 +59,13 @@ class Settlement:
 
     @property
     def to_synchronize(self) -> Sequence[Stream]:
-        """The streams that can say how their work went: none once the device was left."""
+        """The streams that can report how their work went: none once the device was left."""
         run = self._engine._run
         return tuple(run.streams.values()) if run.is_open or not self._closing else ()
 
     @contextlib.contextmanager
     def seeing(self) -> Iterator[None]:
-        """Around a wait for one stream: keep what it raises, the first of all."""
+        """Around a wait for one stream: keep the first error of all streams."""
         try:
             yield
         except Exception as error:
@@ -74,15 +74,19 @@ class Settlement:
             self._error = self._error or error
 
     def _doubt(self, cause: StreamError) -> None:
-        """Nothing of the requests that is not certain by now will be."""
+        """From now on no further row of the requests counts as being on the host."""
         for state in self._engine._states.values():
             state.failed = state.failed or cause
 
     def to_drain(self) -> Sequence[Stream]:
-        """The streams on which something may run still, once a failure has put requests out."""
-        if self._error is None and self.to_synchronize and not ran(self._launched):
+        """Put the requests out if something failed; the streams that may still run then."""
+        if (
+            self._error is None
+            and self.to_synchronize
+            and self._engine._run.did_not_run(self._launched)
+        ):
             self._error = StreamError(
-                "operations that did not run, of which somebody else was told",
+                "operations that did not run, a failure that was reported outside the engine",
                 argument="engine",
             )
             self._doubt(self._error)
@@ -94,7 +98,7 @@ class Settlement:
     def _put_out(self) -> None:
         step = self._step
         if self._error is None and step is not None and step._cause is None:
-            # Somebody else's wait was told of it, and did not put the requests out.
+            # It was reported to a wait outside the engine, which did not put the requests out.
             self._error = self._step_error
         if isinstance(self._error, StreamError) and not self._out:
             self._out = True
@@ -103,9 +107,9 @@ class Settlement:
                 step._cause = self._error
 
     def end(self) -> None:
-        """Nothing runs any more of what was launched: confirm what went well, give places back.
+        """Nothing that was launched runs any more: confirm what was copied, give places back.
 
-        Raises what was seen and is not a failure of the work (RaceError).
+        Raises an error that is no failure of the work (RaceError).
         """
         engine = self._engine
         if self._error is None and self._step is None:

@@ -579,8 +579,8 @@ class Device:
         settle(self._executor, self._over)
         self._host.close()
 
-    def _end_beside(self, marks: Sequence[Mark] = ()) -> None:
-        """`_end` on a thread of its own, where the system has one."""
+    def _end_in_background(self, marks: Sequence[Mark] = ()) -> None:
+        """`_end` on a thread of its own; on this one when the system gives none."""
         if self._closed or self._closer is not None:
             return
         closer = threading.Thread(
@@ -601,10 +601,10 @@ class Device:
             settle(self._executor, self._over)
 
     def _break_off(self) -> None:
-        """The leaving cannot go on here: what has not started is dropped, the rest ends beside."""
+        """The leaving cannot go on here: drop what has not started, and end on a thread."""
         if not self._closed:
             self._drop()
-            self._end_beside()
+            self._end_in_background()
 
     async def _ended(self) -> None:
         await self._host.wait_for(self._over)
@@ -683,7 +683,7 @@ class Device:
                 if kind is None:
                     await anyio.lowlevel.checkpoint()
             else:
-                self._end_beside(marks if kind is None else ())
+                self._end_in_background(marks if kind is None else ())
                 await self._wait_for_the_end(kind)
         except BaseException:
             self._break_off()

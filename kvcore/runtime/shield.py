@@ -12,9 +12,9 @@ The exception that is raised is the very one that came, and ``Task.uncancel`` is
 task's count of requests stays what the cancels made it, by which ``asyncio.timeout`` and
 ``asyncio.TaskGroup`` know their own cancel from somebody else's.
 
-Two things do end the wait at once, and then the block's owner must not take the operations for
-over: a KeyboardInterrupt or SystemExit that is raised inside it (on asyncio that is the second
-Ctrl-C at the earliest), and GeneratorExit, by which a task is told that its loop is gone.
+Two things do end the wait at once, and then the operations may still run: a KeyboardInterrupt or
+SystemExit that is raised inside it (on asyncio that is the second Ctrl-C at the earliest), and
+GeneratorExit, which is raised in a coroutine that nobody will resume.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Shield:
                         ended = error
                         raise
             except RuntimeError:
-                # A scope cannot be left once its loop is gone; what ended the wait is the news.
+                # A scope cannot be left once its loop is gone, and says so in the error's place.
                 if ended is None:
                     raise
                 raise ended from None
@@ -83,6 +83,6 @@ class Shield:
         trace: TracebackType | None,
     ) -> None:
         held, self._held = self._held, None
-        # (another cancel, Ctrl-C and the end of the loop go first)
+        # (another cancel, Ctrl-C and GeneratorExit take precedence)
         if held is not None and (kind is None or issubclass(kind, Exception)):
             raise held

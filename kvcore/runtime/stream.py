@@ -222,10 +222,10 @@ class Stream(Queue):
     async def drain(self) -> None:
         """Wait until nothing that was launched here before this call runs any more.
 
-        ``synchronize`` without its verdict: whether the work was done, failed or was dropped is
-        told by nobody, and it can also be asked while the device is being left or a graph is
-        captured.  For who lent memory to the work and wants it back.  Cancelling stops the
-        waiting, not the work.  Raises StreamError inside a host function of the device.
+        For a caller that lent memory to the work and wants it back.  Unlike ``synchronize`` it
+        reports no failure, returns also when the work failed or was dropped, and may be called
+        while the device is being left or a graph is captured.  Cancelling stops the waiting, not
+        the work.  Raises StreamError inside a host function of the device.
         """
         while (mark := self._last_mark()) is not None:
             await self.device._host.wait_for_bytes(mark)

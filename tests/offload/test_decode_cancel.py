@@ -473,12 +473,14 @@ async def test_a_failure_told_to_one_leave_is_no_success_to_the_other() -> None:
         world.begin()
         world.breaks = True
         tasks = [asyncio.ensure_future(engine.preempt(name)) for name in ("a", "b")]
+        for task in tasks:  # who comes behind the failure stays
+            task.add_done_callback(lambda _: "c" in engine.requests or world.start("c", 3))
         await turns()
         world.go.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(result) for result in results] == [DecodeFailed, DecodeFailed]
         assert [result.lost for result in results] == [{"a": 9}, {"b": 5}]
-        assert engine.requests == ()
+        assert engine.requests == ("c",)
         engine.close()
 
 
