@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 import kvcore
-from kvcore.offload import DecodeEngine, DevicePool, TurnoverIds, score_trace
-from kvcore.offload.policy import POLICIES
+from kvcore.offload import DecodeEngine, DevicePool
+from kvcore.offload.rows.policy import POLICIES
+from kvcore.replay import TurnoverIds, score_trace
 
 TOKENS, TOPK, PLACES, BLOCK, ROW = 65_536, 2048, 16_384, 128, 1152
 STEPS = 120

@@ -27,7 +27,8 @@ from double import build
 from double.direct import Double
 
 import kvcore
-from kvcore.backends.aclnn import launch, library
+from kvcore.npu.call import launch
+from kvcore.npu.cann import library
 
 ROUNDS = 15
 

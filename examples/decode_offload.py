@@ -13,7 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 import kvcore
-from kvcore.offload import AttentionInput, DecodeEngine, TurnoverIds
+from kvcore.offload import AttentionInput, DecodeEngine
+from kvcore.replay import TurnoverIds
 
 GROUPS = ((0,), (1, 2), (3, 4, 5))  # layers that share one choice of top-k ids
 PROMPT, STEPS, DRAFTS, TOPK, BLOCK = 16_384, 24, 2, 512, 128

@@ -3,16 +3,17 @@
 
     python examples/predict_offload.py [--steps N]
 
-GLM-5.2 on two A3 nodes: step times (the figures are in kvcore/offload/published_glm_5_2.toml and
-the profiles of model and device).  DeepSeek-V3.2 on 64 A3 cards: what fits.
+GLM-5.2 on two A3 nodes: step times (the figures are in published_glm_5_2.toml of
+kvcore/replay/clock and in the profiles of model and device).
+DeepSeek-V3.2 on 64 A3 cards: what fits.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from kvcore.offload import ModelProfile, hit_rate, score_trace
-from kvcore.offload.prediction import (
+from kvcore.replay import ModelProfile, hit_rate, score_trace
+from kvcore.replay.clock.prediction import (
     Deployment,
     calibrate,
     decode_bytes,

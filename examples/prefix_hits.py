@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 
-from kvcore.offload import BlockPool, Scheduler, TraceRequest, generate_trace, read_trace
+from kvcore.offload import BlockPool
+from kvcore.replay import Scheduler, TraceRequest, generate_trace, read_trace
 
 BLOCK_SIZE = 128
 

@@ -57,7 +57,7 @@ MODULES = [
     "signal", "enum", "kvcore.backends", "kvcore.isa", "numpy", "numpy._core.multiarray",
     "numpy._core._multiarray_umath", "numpy.random", "kvcore.about", "kvcore.cli",
     "kvcore.cli.program", "argparse", "kvcore.cli.commands.bench", "kvcore.cli.commands.replay",
-    "kvcore.offload.models", "rich", "rich.table", "kvcore.backends.aclnn.library",
+    "kvcore.replay.models.profile", "rich", "rich.table", "kvcore.npu.cann.library",
 ]  # fmt: skip
 
 
@@ -278,7 +278,7 @@ def nobody() -> Iterator[None]:
     """As a user who may read nothing of root's, once everything is imported."""
     if os.geteuid() != 0:
         pytest.skip("only root may become another user")
-    importlib.import_module("kvcore.offload.sweep")
+    importlib.import_module("kvcore.replay.sweep")
     main(["replay", "--requests", "1", "--verify-samples", "1"])
     main(["replay", "--requests", "1", "--policy", "lru", "--verify-samples", "1"])
     os.seteuid(65534)

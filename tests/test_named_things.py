@@ -57,6 +57,8 @@ def alternatives(path: str) -> list[str]:
 def exists(path: str) -> bool:
     if path in MADE:
         return True
+    if "{" in path and "}" not in path:  # the beginning of a formatted string
+        path = path.partition("{")[0]
     return all(
         next(ROOT.glob(one.rstrip("/")), None) is not None for one in alternatives(path) if one
     )

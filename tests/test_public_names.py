@@ -56,6 +56,11 @@ NAMES = {
         SelectionCache StepResult StorePlan TraceRequest TurnoverIds generate_trace hit_rate
         read_ids read_trace score_trace slot_mapping write_ids
     """,
+    "kvcore.replay": """
+        LAYOUTS MODELS Mismatch ModelFigure ModelProfile ModelShape OffloadOptions OffloadReplay
+        OffloadReport PagedCaches Replay ReplayReport Scheduler ScoreModel TraceRequest TurnoverIds
+        generate_trace hit_rate read_ids read_trace score_trace slot_mapping write_ids
+    """,
     "kvcore.torch": """
         LIBRARY OPERATORS Difference Installation Recording Verification install verify
     """,
@@ -67,6 +72,7 @@ COMMANDS = [
     ("kvcore", "check"),
     ("kvcore", "bench"),
     ("kvcore", "replay"),
+    ("kvcore.npu.selftest",),
     ("kvcore.backends.aclnn.selftest",),
 ]
 
@@ -89,3 +95,18 @@ def test_commands_stay_startable(command: tuple[str, ...]) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
+
+
+def test_names_that_moved_warn_and_are_the_same_objects() -> None:
+    import kvcore.offload
+    import kvcore.replay
+
+    for name in kvcore.replay.__all__:
+        if name in NAMES["kvcore.offload"].split():
+            with pytest.warns(DeprecationWarning, match=rf"kvcore\.replay\.{name} now"):
+                found = getattr(kvcore.offload, name)
+            assert found is getattr(kvcore.replay, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in kvcore.offload.__all__:
+            assert getattr(kvcore.offload, name) is not None

@@ -17,10 +17,10 @@ from typing import Any
 
 from kvcore._core import settings
 from kvcore._core.plan import Plan
-from kvcore.backends.aclnn.backend import AclnnBackend
 from kvcore.backends.base import Backend
 from kvcore.backends.cpu import CpuBackend
 from kvcore.errors import BackendUnavailableError, fail, shown
+from kvcore.npu.backend import AclnnBackend
 
 __all__ = ["available", "get", "load_errors", "names", "register", "use", "why_not"]
 

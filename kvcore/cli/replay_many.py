@@ -14,7 +14,7 @@ from kvcore.cli import status
 from kvcore.cli.printing import say, tell
 
 if TYPE_CHECKING:
-    from kvcore.offload.traces import TraceRequest
+    from kvcore.replay.traces.reader import TraceRequest
 
 __all__ = ["run_compare", "run_sweep"]
 
@@ -25,7 +25,7 @@ MAX_SHOWN = 200
 
 def run_compare(namespace: argparse.Namespace) -> int:
     """Print the differences of two reports."""
-    from kvcore.offload.comparison import compare, read_report
+    from kvcore.replay.report.comparison import compare, read_report
 
     first, second = namespace.compare
     differences = compare(read_report(first), read_report(second))
@@ -50,7 +50,7 @@ def run_sweep(namespace: argparse.Namespace, requests: Sequence[TraceRequest]) -
     from kvcore.cli.interrupt import Interrupt
     from kvcore.cli.outputs import refuse_unwritable, refuse_unwritable_folder, write_json
     from kvcore.cli.replay_offload import model_of, options_of
-    from kvcore.offload.sweep import grid, run_on_ray, run_processes
+    from kvcore.replay.sweep import grid, run_on_ray, run_processes
 
     refuse_unwritable(namespace.json)
     refuse_unwritable_folder(namespace.results)

@@ -12,10 +12,10 @@ from kvcore.cli.outputs import refuse_unwritable, write_json
 from kvcore.cli.printing import tell
 
 if TYPE_CHECKING:
-    from kvcore.offload.models import ModelProfile
-    from kvcore.offload.offload_options import OffloadOptions
-    from kvcore.offload.offload_report import OffloadReport
-    from kvcore.offload.traces import TraceRequest
+    from kvcore.replay.models.profile import ModelProfile
+    from kvcore.replay.options import OffloadOptions
+    from kvcore.replay.report.offloaded import OffloadReport
+    from kvcore.replay.traces.reader import TraceRequest
 
 __all__ = ["model_of", "options_of", "run_offload", "table_rows"]
 
@@ -29,7 +29,7 @@ GIB = 2**30
 
 def model_of(namespace: argparse.Namespace) -> ModelProfile:
     """The model asked for."""
-    from kvcore.offload.models import ModelProfile
+    from kvcore.replay.models.profile import ModelProfile
 
     return ModelProfile.find(namespace.model or "tiny-sparse")
 
@@ -39,7 +39,7 @@ def options_of(
 ) -> OffloadOptions:
     """The options asked for."""
     from kvcore.errors import fail
-    from kvcore.offload.offload_options import PREFILL_TOKENS_PER_S, OffloadOptions
+    from kvcore.replay.options import PREFILL_TOKENS_PER_S, OffloadOptions
 
     rate = namespace.prefill_tokens_per_s
     if namespace.prefill == "none":
@@ -81,10 +81,10 @@ def run_offload(
     """Serve the trace, print the table, write the files asked for."""
     from kvcore.cli.interrupt import Interrupt
     from kvcore.cli.progress import progress_of
-    from kvcore.offload.offload_replay import OffloadReplay
+    from kvcore.replay.serving.offloaded import OffloadReplay
 
     if namespace.html is not None:
-        from kvcore.offload.html_report import check_plotly
+        from kvcore.replay.report.html import check_plotly
 
         check_plotly()
     refuse_unwritable(namespace.json, namespace.perfetto, namespace.html)
@@ -104,7 +104,7 @@ def run_offload(
         if dropped:
             tell(f"kvcore replay: {dropped:,} events did not fit the trace")
     if namespace.html is not None:
-        from kvcore.offload.html_report import write_html
+        from kvcore.replay.report.html import write_html
 
         write_html(namespace.html, figures, rows)
     for mismatch in report.mismatches[:5]:

@@ -64,7 +64,7 @@ def add_options(parser: Parser) -> None:
 
 
 def _add_input(parser: Parser) -> None:
-    from kvcore.offload.models import (
+    from kvcore.replay.models.profile import (
         DTYPE_NAMES,
         MAX_HEAD_SIZE,
         MAX_HEADS,
@@ -109,7 +109,7 @@ def _add_input(parser: Parser) -> None:
 
 
 def _add_cache(parser: Parser) -> None:
-    from kvcore.offload.caches import LAYOUTS
+    from kvcore.replay.serving.caches import LAYOUTS
 
     cache = parser.add_argument_group("cache")
     size = cache.add_mutually_exclusive_group()

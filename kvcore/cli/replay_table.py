@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcore.offload import ReplayReport
+    from kvcore.replay import ReplayReport
 
 __all__ = ["print_report"]
 

@@ -1,68 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request traces served over a paged cache, and the parts of an engine that offloads it.
+"""The parts of an engine that keeps the full KV cache on the host: what a server imports.
 
-Names are imported when they are asked for: the command line starts without an event loop.
+    blocks     paged blocks: who holds which, and the manager of those that are offloaded
+    rows       rows that sparse attention selects, kept on the device in front of the full cache
+    decode     the decode engine
+    prefill    prefill whose rows leave layer by layer
+
+Names are imported when they are asked for, so that the command line starts without an event loop.
+The lab that replays request traces is kvcore.replay; its names are still found here, with a
+DeprecationWarning, until version 0.4.
 """
 
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcore.offload.caches import LAYOUTS, PagedCaches
-    from kvcore.offload.decode import DecodeEngine, DecodeStep
-    from kvcore.offload.decode_moves import AttentionInput
-    from kvcore.offload.decode_result import DecodeFailed, DecodeTotals, RequestStep, StepResult
-    from kvcore.offload.device_pool import DevicePool, Selection
-    from kvcore.offload.id_traces import hit_rate, read_ids, write_ids
-    from kvcore.offload.id_traces_synthetic import ScoreModel, TurnoverIds, score_trace
-    from kvcore.offload.layer_events import LayerEvents
-    from kvcore.offload.manager import OffloadEvent, OffloadManager, OffloadStats, StorePlan
-    from kvcore.offload.models import MODELS, ModelFigure, ModelProfile, ModelShape
-    from kvcore.offload.offload_options import OffloadOptions
-    from kvcore.offload.offload_replay import OffloadReplay
-    from kvcore.offload.offload_report import OffloadReport
-    from kvcore.offload.pool import BlockPool
+    from kvcore.offload.blocks.manager import OffloadEvent, OffloadManager, StorePlan
+    from kvcore.offload.blocks.pool import BlockPool
+    from kvcore.offload.decode.engine import DecodeEngine, DecodeStep
+    from kvcore.offload.decode.layer_events import LayerEvents
+    from kvcore.offload.decode.moves import AttentionInput
+    from kvcore.offload.decode.result import DecodeFailed, DecodeTotals, RequestStep, StepResult
+    from kvcore.offload.decode.write_policy import WRITE_POLICIES
     from kvcore.offload.prefill import PrefillOffloader
-    from kvcore.offload.replay import Replay, slot_mapping
-    from kvcore.offload.report import Mismatch, ReplayReport
-    from kvcore.offload.scheduler import Scheduler
-    from kvcore.offload.selection import SelectionCache
-    from kvcore.offload.synthetic import generate_trace
-    from kvcore.offload.traces import TraceRequest, read_trace
-    from kvcore.offload.write_policy import WRITE_POLICIES
+    from kvcore.offload.rows.device_pool import DevicePool, Selection
+    from kvcore.offload.rows.selection import SelectionCache
 
-#: Module -> what it has for everybody.
+#: Module -> the names that it has for users.
 _HOMES = {
-    "caches": ("LAYOUTS", "PagedCaches"),
-    "decode": ("DecodeEngine", "DecodeStep"),
-    "decode_moves": ("AttentionInput",),
-    "decode_result": ("DecodeFailed", "DecodeTotals", "RequestStep", "StepResult"),
-    "device_pool": ("DevicePool", "Selection"),
-    "id_traces": ("hit_rate", "read_ids", "write_ids"),
-    "id_traces_synthetic": ("ScoreModel", "TurnoverIds", "score_trace"),
-    "layer_events": ("LayerEvents",),
-    "manager": ("OffloadEvent", "OffloadManager", "OffloadStats", "StorePlan"),
-    "models": ("MODELS", "ModelFigure", "ModelProfile", "ModelShape"),
-    "offload_options": ("OffloadOptions",),
-    "offload_replay": ("OffloadReplay",),
-    "offload_report": ("OffloadReport",),
-    "pool": ("BlockPool",),
+    "blocks.manager": ("OffloadEvent", "OffloadManager", "StorePlan"),
+    "blocks.pool": ("BlockPool",),
+    "decode.engine": ("DecodeEngine", "DecodeStep"),
+    "decode.layer_events": ("LayerEvents",),
+    "decode.moves": ("AttentionInput",),
+    "decode.result": ("DecodeFailed", "DecodeTotals", "RequestStep", "StepResult"),
+    "decode.write_policy": ("WRITE_POLICIES",),
     "prefill": ("PrefillOffloader",),
-    "replay": ("Replay", "slot_mapping"),
-    "report": ("Mismatch", "ReplayReport"),
-    "scheduler": ("Scheduler",),
-    "selection": ("SelectionCache",),
-    "synthetic": ("generate_trace",),
-    "traces": ("TraceRequest", "read_trace"),
-    "write_policy": ("WRITE_POLICIES",),
+    "rows.device_pool": ("DevicePool", "Selection"),
+    "rows.selection": ("SelectionCache",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
+#: Names that were here before kvcore.replay had a package of its own.
+_MOVED_TO_REPLAY = frozenset(
+    {
+        "LAYOUTS", "MODELS", "Mismatch", "ModelFigure", "ModelProfile", "ModelShape",
+        "OffloadOptions", "OffloadReplay", "OffloadReport", "PagedCaches", "Replay",
+        "ReplayReport", "Scheduler", "ScoreModel", "TraceRequest", "TurnoverIds",
+        "generate_trace", "hit_rate", "read_ids", "read_trace", "score_trace", "slot_mapping",
+        "write_ids",
+    }
+)  # fmt: skip
+
 __all__ = [
-    "LAYOUTS",
-    "MODELS",
     "WRITE_POLICIES",
     "AttentionInput",
     "BlockPool",
@@ -72,47 +65,30 @@ __all__ = [
     "DecodeTotals",
     "DevicePool",
     "LayerEvents",
-    "Mismatch",
-    "ModelFigure",
-    "ModelProfile",
-    "ModelShape",
     "OffloadEvent",
     "OffloadManager",
-    "OffloadOptions",
-    "OffloadReplay",
-    "OffloadReport",
-    "OffloadStats",
-    "PagedCaches",
     "PrefillOffloader",
-    "Replay",
-    "ReplayReport",
     "RequestStep",
-    "Scheduler",
-    "ScoreModel",
     "Selection",
     "SelectionCache",
     "StepResult",
     "StorePlan",
-    "TraceRequest",
-    "TurnoverIds",
-    "generate_trace",
-    "hit_rate",
-    "read_ids",
-    "read_trace",
-    "score_trace",
-    "slot_mapping",
-    "write_ids",
 ]
 
 
-if not TYPE_CHECKING:  # a checker of types would take any name for one that this knows
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
         value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
         globals()[name] = value
         return value
+    if name in _MOVED_TO_REPLAY:
+        warnings.warn(
+            f"kvcore.offload.{name} is kvcore.replay.{name} now; the old place goes with 0.4",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(importlib.import_module("kvcore.replay"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["DRIVERS", "driver_of"]
 
 #: "module:class" by the name of the backend.
-DRIVERS: dict[str, str] = {"aclnn": "kvcore.backends.aclnn.queues.device:AclDevice"}
+DRIVERS: dict[str, str] = {"aclnn": "kvcore.npu.driver.device:AclDevice"}
 
 
 def driver_of(backend: object) -> type[Device] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcore.backends.aclnn.device_arrays import DeviceArray
+from kvcore.npu.call.device_arrays import DeviceArray
 
 __all__ = ["FakeTorch", "Tensor"]
 

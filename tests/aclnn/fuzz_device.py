@@ -25,8 +25,8 @@ from fuzz_npu import main
 from fuzz_program import PATIENCE_S, Program
 
 import kvcore
-from kvcore.backends.aclnn import launch
 from kvcore.errors import KVCoreError
+from kvcore.npu.call import launch
 
 #: Operations of an episode.
 LENGTH = 150

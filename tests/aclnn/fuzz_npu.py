@@ -23,8 +23,10 @@ import numpy as np
 from double.direct import Double
 
 import kvcore
-from kvcore.backends.aclnn import launch, library, options
 from kvcore.errors import KVCoreError
+from kvcore.npu import options
+from kvcore.npu.call import launch
+from kvcore.npu.cann import library
 
 RATE = 20_000  # per million
 #: A pass over all plans makes at most this many rounds between two counts of what is left.

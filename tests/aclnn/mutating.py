@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvcore.backends.aclnn import library, tensors
+from kvcore.npu.call import tensors
+from kvcore.npu.cann import library
 
 __all__ = [
     "Break",

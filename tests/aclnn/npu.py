@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 import kvcore
-from kvcore.backends.aclnn import library
-from kvcore.backends.aclnn.device_arrays import DeviceArray
+from kvcore.npu.call.device_arrays import DeviceArray
+from kvcore.npu.cann import library
 
 Array = np.ndarray[Any, Any]
 

@@ -16,9 +16,11 @@ from npu_oracle import Placed
 import kvcore
 import oracle
 from kvcore._core.plan import Plan
-from kvcore.backends.aclnn import launch, library, options
-from kvcore.backends.aclnn.call import INDEX_ARGUMENTS
-from kvcore.backends.aclnn.device_arrays import DeviceArray
+from kvcore.npu import options
+from kvcore.npu.call import launch
+from kvcore.npu.call.call import INDEX_ARGUMENTS
+from kvcore.npu.call.device_arrays import DeviceArray
+from kvcore.npu.cann import library
 
 __all__ = ["NpuCalls"]
 

@@ -10,7 +10,8 @@ import pytest
 from double.direct import Double
 from npu import MACHINES
 
-from kvcore.backends.aclnn import launch, library
+from kvcore.npu.call import launch
+from kvcore.npu.cann import library
 
 __all__ = ["a3", "clean", "machine"]
 

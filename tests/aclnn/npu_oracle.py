@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 import kvcore
-from kvcore.backends.aclnn import copies, library, options
-from kvcore.backends.aclnn.call import INDEX_ARGUMENTS
-from kvcore.backends.aclnn.device_arrays import DeviceArray
-from kvcore.backends.aclnn.memory import DeviceMemory, allocate
+from kvcore.npu import options
+from kvcore.npu.call import copies
+from kvcore.npu.call.call import INDEX_ARGUMENTS
+from kvcore.npu.call.device_arrays import DeviceArray
+from kvcore.npu.call.memory import DeviceMemory, allocate
+from kvcore.npu.cann import library
 
 __all__ = ["Placed", "on_npu"]
 

@@ -12,7 +12,8 @@ import numpy as np
 from double.direct import Double
 
 import kvcore
-from kvcore.backends.aclnn import launch, library
+from kvcore.npu.call import launch
+from kvcore.npu.cann import library
 
 Arrays = dict[str, Any]
 

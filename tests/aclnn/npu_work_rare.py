@@ -13,8 +13,9 @@ import numpy as np
 from npu_work import BOTH, agrees, values
 
 import kvcore
-from kvcore.backends.aclnn import launch, library
 from kvcore.dtypes import BY_NAME
+from kvcore.npu.call import launch
+from kvcore.npu.cann import library
 
 SLOTS = np.array([0, 5, 2, 7], np.int32)
 

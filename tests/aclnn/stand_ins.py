@@ -21,9 +21,10 @@ import pytest
 from double.direct import Double
 
 import kvcore
-from kvcore.backends.aclnn import launch, library
-from kvcore.backends.aclnn.queues.memory import AclBuffer
-from kvcore.backends.aclnn.queues.stream import AclStream
+from kvcore.npu.call import launch
+from kvcore.npu.cann import library
+from kvcore.npu.driver.memory import AclBuffer
+from kvcore.npu.driver.stream import AclStream
 
 __all__ = ["STAND_INS", "addresses"]
 

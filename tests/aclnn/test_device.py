@@ -18,7 +18,7 @@ from double import build
 from double.direct import Double
 
 import kvcore
-from kvcore.backends.aclnn import library
+from kvcore.npu.cann import library
 
 __all__ = ["anyio_backend", "npu"]
 

@@ -16,9 +16,10 @@ from device_fixtures import anyio_backend, npu
 from double.direct import Double
 
 import kvcore
-from kvcore.backends.aclnn import launch, library
-from kvcore.backends.aclnn.queues.stream import AclStream
 from kvcore.errors import KVCoreError
+from kvcore.npu.call import launch
+from kvcore.npu.cann import library
+from kvcore.npu.driver.stream import AclStream
 
 __all__ = ["anyio_backend", "npu"]
 

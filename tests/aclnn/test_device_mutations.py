@@ -17,8 +17,9 @@ from mutating import Break, Patch, instead, never, reordered, seen_under, twice
 from npu_fixtures import clean as clean
 
 import kvcore
-from kvcore.backends.aclnn import constants, launch, library
-from kvcore.backends.aclnn.queues import graph, handles, hostcalls, memory, records, stream
+from kvcore.npu.call import launch
+from kvcore.npu.cann import constants, library
+from kvcore.npu.driver import graph, handles, hostcalls, memory, records, stream
 
 MUTATIONS: dict[str, Break] = {}
 

@@ -17,12 +17,13 @@ from mutating import Break, Patch, instead, never, seen_under, twice, wrap
 from npu_fixtures import clean as clean
 
 import kvcore
-from kvcore.backends.aclnn import constants, launch, library
-from kvcore.backends.aclnn import memory as pools
-from kvcore.backends.aclnn.queues import memory, records, stream, transfers
-from kvcore.backends.aclnn.queues.device import AclDevice
-from kvcore.backends.aclnn.queues.handles import Handles
 from kvcore.errors import KVCoreError
+from kvcore.npu.call import launch
+from kvcore.npu.call import memory as pools
+from kvcore.npu.cann import constants, library
+from kvcore.npu.driver import memory, records, stream, transfers
+from kvcore.npu.driver.device import AclDevice
+from kvcore.npu.driver.handles import Handles
 from kvcore.runtime.memory import space_of
 
 Program = Callable[[Double, kvcore.Device], Iterator[str]]

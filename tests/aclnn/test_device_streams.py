@@ -14,7 +14,7 @@ from device_fixtures import anyio_backend, npu
 from double.direct import Double
 
 import kvcore
-from kvcore.backends.aclnn.queues import watch
+from kvcore.npu.driver import watch
 
 __all__ = ["anyio_backend", "npu"]
 

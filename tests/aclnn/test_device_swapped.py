@@ -11,8 +11,8 @@ from device_fixtures import npu
 from double.direct import Double
 
 import kvcore
-from kvcore.backends.aclnn import options
 from kvcore.errors import SlotRangeError
+from kvcore.npu import options
 
 __all__ = ["npu"]
 

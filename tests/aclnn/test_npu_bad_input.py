@@ -19,9 +19,10 @@ from double.direct import Double
 
 import kvcore
 from kvcore import cli
-from kvcore.backends.aclnn import library, selftest
-from kvcore.backends.aclnn.search import Search
 from kvcore.errors import KVCoreError, ParamInvalidError
+from kvcore.npu import selftest
+from kvcore.npu.cann import library
+from kvcore.npu.cann.search import Search
 
 __all__ = ["npu"]
 
@@ -197,7 +198,7 @@ def test_names_that_no_terminal_shows(
 BEGIN = """
 import sys, time
 import numpy as np, kvcore
-from kvcore.backends.aclnn import library
+from kvcore.npu.cann import library
 dev = kvcore.Device(backend="aclnn")
 def work():
     stream, other = dev.stream(), dev.stream()

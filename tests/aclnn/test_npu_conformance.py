@@ -12,8 +12,8 @@ from npu_fixtures import machine as machine
 
 import conformance_cases
 import oracle
-from kvcore.backends.aclnn import options
 from kvcore.errors import ParamInvalidError
+from kvcore.npu import options
 
 NAMES = conformance_cases.NAMES
 #: What the SoC table refuses, by the beginning of a name.

@@ -19,8 +19,6 @@ from double.direct import Double
 from npu_fixtures import a3 as a3
 
 import kvcore
-from kvcore.backends.aclnn import launch, library, options, status
-from kvcore.backends.aclnn.library import PHASE_ONE
 from kvcore.errors import (
     BackendUnavailableError,
     DeviceOutOfMemoryError,
@@ -28,6 +26,10 @@ from kvcore.errors import (
     ParamInvalidError,
     StreamError,
 )
+from kvcore.npu import options
+from kvcore.npu.call import launch
+from kvcore.npu.cann import library, status
+from kvcore.npu.cann.library import PHASE_ONE
 
 CODES = sorted(code for code in status.MEANINGS if code != 100002)
 
@@ -333,7 +335,7 @@ PROGRAM = """
 import json, sys
 sys.path[:0] = {path!r}
 import numpy as np, kvcore
-from kvcore.backends.aclnn import library
+from kvcore.npu.cann import library
 import test_npu_faults as here, npu
 said = dict(reason=library.why_not(), details=kvcore.info()["details"]["aclnn"])
 try:

@@ -14,8 +14,6 @@ import pytest
 from small_libraries import build
 
 import kvcore
-from kvcore.backends.aclnn import library, prototypes, status, structs
-from kvcore.backends.aclnn.search import SETTINGS, Search
 from kvcore.errors import (
     BackendUnavailableError,
     CaptureError,
@@ -25,6 +23,8 @@ from kvcore.errors import (
     ParamNullError,
     StreamError,
 )
+from kvcore.npu.cann import library, prototypes, status, structs
+from kvcore.npu.cann.search import SETTINGS, Search
 
 
 @pytest.fixture(autouse=True)
@@ -304,9 +304,6 @@ def test_a_forked_child_is_refused(cann: library.Cann) -> None:
 
 
 def test_importing_kvcore_loads_none_of_it() -> None:
-    code = (
-        "import sys, kvcore; "
-        "print([n for n in sys.modules if n.startswith('kvcore.backends.aclnn')])"
-    )
+    code = "import sys, kvcore; print([n for n in sys.modules if n.startswith('kvcore.npu')])"
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert seen.stdout.strip() == "['kvcore.backends.aclnn', 'kvcore.backends.aclnn.backend']"
+    assert seen.stdout.strip() == "['kvcore.npu', 'kvcore.npu.backend']"

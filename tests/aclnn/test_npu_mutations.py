@@ -13,13 +13,12 @@ from mutating import Break, Patch, put, seen_under, swap, tensor, words, wrap
 from npu_fixtures import clean as clean
 from npu_work import amiss
 
-from kvcore.backends.aclnn import (
+from kvcore.npu.call import (
     arrays,
     call,
     copies,
     gather,
     launch,
-    library,
     memory,
     owners,
     scatter,
@@ -28,6 +27,7 @@ from kvcore.backends.aclnn import (
     update,
     values,
 )
+from kvcore.npu.cann import library
 
 MUTATIONS: dict[str, Break] = {}
 

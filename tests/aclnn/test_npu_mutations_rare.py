@@ -19,19 +19,9 @@ from npu import MACHINES
 from npu_fixtures import clean as clean
 from npu_work import Work, amiss
 
-from kvcore.backends.aclnn import (
-    call,
-    gather,
-    launch,
-    library,
-    memory,
-    prototypes,
-    scatter,
-    search,
-    selection,
-    update,
-)
-from kvcore.backends.aclnn.tensors import Handles
+from kvcore.npu.call import call, gather, launch, memory, scatter, selection, update
+from kvcore.npu.call.tensors import Handles
+from kvcore.npu.cann import library, prototypes, search
 
 #: By name: how the rule is broken, the work that must notice, and the machine.
 MUTATIONS: dict[str, tuple[Break, Work, str]] = {}

@@ -25,8 +25,9 @@ from npu_oracle import nct_sources, on_npu
 import kvcore
 import strategies
 from cases import Case, IllegalCase, check_matches_oracle
-from kvcore.backends.aclnn import launch, library
 from kvcore.errors import KVCoreError, KVPortabilityWarning, ParamInvalidError
+from kvcore.npu.call import launch
+from kvcore.npu.cann import library
 from strategies_selection import SelectionSequence
 
 few = settings(max_examples=15, suppress_health_check=list(HealthCheck), phases=[Phase.generate])

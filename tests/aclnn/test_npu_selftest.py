@@ -10,8 +10,10 @@ import pytest
 from double.direct import Double
 from npu_fixtures import machine as machine
 
-from kvcore.backends.aclnn import launch, library, scatter, selftest
 from kvcore.errors import ParamInvalidError
+from kvcore.npu import selftest
+from kvcore.npu.call import launch, scatter
+from kvcore.npu.cann import library
 
 
 def test_it_passes(machine: str, capsys: pytest.CaptureFixture[str]) -> None:

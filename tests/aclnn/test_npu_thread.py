@@ -17,8 +17,9 @@ from double.direct import Double
 from npu import Placed
 
 import kvcore
-from kvcore.backends.aclnn import launch, library
-from kvcore.backends.aclnn.memory import allocate
+from kvcore.npu.call import launch
+from kvcore.npu.call.memory import allocate
+from kvcore.npu.cann import library
 
 __all__ = ["npu"]
 

@@ -14,9 +14,9 @@ from fake_torch import FakeTorch, Tensor
 from npu_fixtures import a3 as a3
 
 import kvcore
-from kvcore.backends.aclnn import library
-from kvcore.backends.aclnn.device_arrays import DeviceArray
 from kvcore.errors import BackendUnavailableError, SlotRangeError
+from kvcore.npu.call.device_arrays import DeviceArray
+from kvcore.npu.cann import library
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from small_libraries import build
 
-from kvcore.backends.aclnn import library, search, trust
-from kvcore.backends.aclnn.search import SETTINGS, Search
-from kvcore.backends.aclnn.trust import TRUST
+from kvcore.npu.cann import library, search, trust
+from kvcore.npu.cann.search import SETTINGS, Search
+from kvcore.npu.cann.trust import TRUST
 
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file away")
 STRANGER = 12345
@@ -203,7 +203,7 @@ def test_the_linker_loads_nothing_relative_either(tmp_path: Path, listed: str) -
     for folder in ("", "lib"):
         build(tmp_path / folder / "libacl_rt.so")
     program = (
-        "from kvcore.backends.aclnn.search import Search\n"
+        "from kvcore.npu.cann.search import Search\n"
         "found = Search({})\n"
         "print(found.open('libacl_rt.so', 0) is None, found.tried[-1][1])"
     )

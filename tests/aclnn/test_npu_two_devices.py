@@ -14,9 +14,10 @@ from double.direct import Double
 from fake_torch import FakeTorch, Tensor
 
 import kvcore
-from kvcore.backends.aclnn import launch, library
-from kvcore.backends.aclnn.device_arrays import DeviceArray
 from kvcore.errors import ParamInvalidError
+from kvcore.npu.call import launch
+from kvcore.npu.call.device_arrays import DeviceArray
+from kvcore.npu.cann import library
 
 __all__ = ["npu"]
 

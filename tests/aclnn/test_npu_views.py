@@ -13,10 +13,12 @@ from npu_fixtures import a3 as a3
 from npu_fixtures import machine as machine
 
 import kvcore
-from kvcore.backends.aclnn import copies, launch, library, options
-from kvcore.backends.aclnn.copies import joined
-from kvcore.backends.aclnn.device_arrays import DeviceArray
 from kvcore.errors import BackendUnavailableError, ParamInvalidError, SlotRangeError
+from kvcore.npu import options
+from kvcore.npu.call import copies, launch
+from kvcore.npu.call.copies import joined
+from kvcore.npu.call.device_arrays import DeviceArray
+from kvcore.npu.cann import library
 
 Array = np.ndarray[Any, Any]
 T, H, D, NB, BS = 5, 2, 16, 3, 4

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvcore.errors import ParamInvalidError
 from kvcore.offload import BlockPool, DevicePool, OffloadManager, SelectionCache
-from kvcore.offload.policy import POLICIES
+from kvcore.offload.rows.policy import POLICIES
 
 
 class Soak(Protocol):

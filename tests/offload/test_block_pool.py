@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from kvcore.errors import ParamInvalidError
-from kvcore.offload.pool import BlockPool
+from kvcore.offload.blocks.pool import BlockPool
 
 
 class PoolMachine(RuleBasedStateMachine):

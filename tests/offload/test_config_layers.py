@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvcore.errors import ParamInvalidError
-from kvcore.offload import ModelProfile
+from kvcore.replay import ModelProfile
 
 DENSE = {
     "num_hidden_layers": 12,

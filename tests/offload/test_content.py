@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.offload.content import (
+from kvcore.replay.traces.content import (
     TokenRows,
     block_keys,
     content_words,
     expected_row,
     token_words,
 )
-from kvcore.offload.traces import TraceRequest
+from kvcore.replay.traces.reader import TraceRequest
 
 GOLDEN_ROWS = [
     "8106c1f09e67018ee3475b30",

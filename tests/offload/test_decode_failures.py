@@ -12,7 +12,7 @@ import pytest
 import kvcore
 from kvcore.errors import DeviceOutOfMemoryError, KVCoreError, ParamInvalidError, StreamError
 from kvcore.offload import DecodeEngine, DecodeFailed
-from kvcore.offload.decode_moves import RingStore
+from kvcore.offload.decode.moves import RingStore
 from offload.decode_world import BLOCK, GROUPS, LAYERS, MAX_TOKENS, World, device
 
 

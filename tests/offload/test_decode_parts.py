@@ -10,10 +10,11 @@ import pytest
 
 import kvcore
 from kvcore.errors import ParamInvalidError, StreamError
-from kvcore.offload import WRITE_POLICIES, DecodeEngine, DevicePool, LayerEvents, TurnoverIds
-from kvcore.offload.decode_request import DecodeRequest
-from kvcore.offload.decode_sample import MissModel
-from kvcore.offload.write_policy import make_write_policy
+from kvcore.offload import WRITE_POLICIES, DecodeEngine, DevicePool, LayerEvents
+from kvcore.offload.decode.request import DecodeRequest
+from kvcore.offload.decode.sample import MissModel
+from kvcore.offload.decode.write_policy import make_write_policy
+from kvcore.replay import TurnoverIds
 
 GROUPS = ((3,), (5, 8, 13))
 LAYERS = (3, 5, 8, 13)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 import kvcore
 from kvcore.errors import DeviceOutOfMemoryError, KVCoreError, ParamInvalidError, StreamError
-from kvcore.offload.device_pool import DevicePool, Selection
-from kvcore.offload.policy import POLICIES
+from kvcore.offload.rows.device_pool import DevicePool, Selection
+from kvcore.offload.rows.policy import POLICIES
 
 LAYERS = (3, 7, 40)  # layer ids need not be dense
 BLOCK = 4

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.errors import KVCoreError, ParamInvalidError
-from kvcore.offload.id_traces import check_ids, hit_rate, read_ids, write_ids
-from kvcore.offload.id_traces_synthetic import ScoreModel, TurnoverIds, score_trace
+from kvcore.replay.traces.ids import check_ids, hit_rate, read_ids, write_ids
+from kvcore.replay.traces.synthetic_ids import ScoreModel, TurnoverIds, score_trace
 
 
 def npy(array: Any) -> bytes:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcore.errors import ParamInvalidError
-from kvcore.offload.manager import MANAGER_POLICIES, OffloadManager
-from kvcore.offload.manager_order import ArcOrder
+from kvcore.offload.blocks.manager import MANAGER_POLICIES, OffloadManager
+from kvcore.offload.blocks.order import ArcOrder
 
 KEYS = st.lists(st.integers(0, 11), max_size=6)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcore.errors import ParamInvalidError
-from kvcore.offload.models import (
+from kvcore.replay.models.profile import (
     MODEL_FIGURES,
     MODELS,
     ModelFigure,
@@ -127,7 +127,7 @@ def test_bad_configs_are_refused(tmp_path: Path, data: Any, match: str) -> None:
 
 
 def test_own_files(tmp_path: Path) -> None:
-    source = Path(str(ModelProfile.__module__).replace(".", "/")).with_name("model_glm_5_2.toml")
+    source = Path(str(ModelProfile.__module__).replace(".", "/")).with_name("glm_5_2.toml")
     text = (Path(__file__).parents[2] / source).read_text()
     path = tmp_path / "own.toml"
     path.write_text(text.replace('name = "glm-5.2"', 'name = "mine"'))

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from kvcore.cli import main
-from kvcore.offload.offload_replay import OffloadReplay
+from kvcore.replay.serving.offloaded import OffloadReplay
 
 LINES = [
     {"timestamp": 0, "input_length": 600, "output_length": 12, "hash_ids": [0, 1]},
     {"timestamp": 3000, "input_length": 600, "output_length": 9, "hash_ids": [0, 1]},
     {"timestamp": 6000, "input_length": 1300, "output_length": 5, "hash_ids": [0, 2, 3]},
 ]
-MODEL = Path(__file__).parents[2] / "kvcore" / "offload" / "model_tiny_sparse.toml"
+MODEL = Path(__file__).parents[2] / "kvcore" / "replay" / "models" / "tiny_sparse.toml"
 
 
 @pytest.fixture

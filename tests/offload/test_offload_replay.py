@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from kvcore.errors import DeviceOutOfMemoryError, ParamInvalidError
-from kvcore.offload import (
+from kvcore.replay import (
     ModelProfile,
     OffloadOptions,
     OffloadReplay,
     OffloadReport,
     TraceRequest,
     generate_trace,
-    offload_replay,
-    real_decode,
 )
-from kvcore.offload.miss_table import MissTable
-from kvcore.offload.offload_report import POINTS, Timeline
+from kvcore.replay.report.offloaded import POINTS, Timeline
+from kvcore.replay.serving import offloaded as offload_replay
+from kvcore.replay.serving import real_decode
+from kvcore.replay.serving.miss_table import MissTable
 from kvcore.runtime import Device
 
 TINY = ModelProfile.named("tiny-sparse")
@@ -99,7 +99,7 @@ def test_every_row_read_back_is_right(
 
 
 def test_a_row_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcore.offload.request_rows import RequestRows
+    from kvcore.replay.traces.request_rows import RequestRows
 
     real = RequestRows.make
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvcore._kernels.pool_books import Arc
 from kvcore.errors import ParamInvalidError
-from kvcore.offload.policy import POLICIES, make_books
+from kvcore.offload.rows.policy import POLICIES, make_books
 
 NUM_IDS = 40
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvcore.errors import ParamInvalidError
-from kvcore.offload import ModelProfile
-from kvcore.offload.prediction import (
+from kvcore.replay import ModelProfile
+from kvcore.replay.clock.prediction import (
     Deployment,
     calibrate,
     decode_bytes,

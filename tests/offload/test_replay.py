@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import kvcore
 from kvcore.errors import DeviceOutOfMemoryError, ParamInvalidError
-from kvcore.offload import (
+from kvcore.replay import (
     ModelProfile,
     ModelShape,
     Replay,
@@ -26,8 +26,8 @@ from kvcore.offload import (
     generate_trace,
     slot_mapping,
 )
-from kvcore.offload.content import expected_row
-from kvcore.offload.scheduler import Running
+from kvcore.replay.serving.scheduler import Running
+from kvcore.replay.traces.content import expected_row
 
 MASK = 2**64 - 1
 

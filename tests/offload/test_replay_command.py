@@ -18,7 +18,7 @@ import pytest
 
 import kvcore
 from kvcore.cli import main
-from kvcore.offload import MODELS, ModelProfile
+from kvcore.replay import MODELS, ModelProfile
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "conversation_trace.jsonl"
 PROGRAM = [sys.executable, "-c", "import sys; from kvcore.cli import main; sys.exit(main())"]

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.errors import ParamInvalidError
-from kvcore.offload.pool import BlockPool
-from kvcore.offload.scheduler import Running, Scheduler, Step
-from kvcore.offload.traces import TraceRequest
+from kvcore.offload.blocks.pool import BlockPool
+from kvcore.replay.serving.scheduler import Running, Scheduler, Step
+from kvcore.replay.traces.reader import TraceRequest
 
 Token = tuple[object, ...]
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import kvcore
 from kvcore.errors import DeviceOutOfMemoryError, KVCoreError, ParamInvalidError
-from kvcore.offload.selection import SelectionCache
+from kvcore.offload.rows.selection import SelectionCache
 
 BATCH, STEPS, TOPK, FULL_BLOCK, COLUMNS = 4, 3, 6, 4, 6
 LONGEST = FULL_BLOCK * COLUMNS

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import kvcore
-from kvcore.offload import DecodeEngine, ModelProfile
-from kvcore.offload.decode_sample import MissModel
-from kvcore.offload.step_clock import StepClock
+from kvcore.offload import DecodeEngine
+from kvcore.offload.decode.sample import MissModel
+from kvcore.replay import ModelProfile
+from kvcore.replay.clock.step_clock import StepClock
 from kvcore.runtime.profile import DeviceProfile
 
 

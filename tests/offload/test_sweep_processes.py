@@ -16,7 +16,7 @@ import pytest
 
 from kvcore.cli import main
 from kvcore.errors import KVCoreError, ParamInvalidError
-from kvcore.offload.sweep_workers import Workers
+from kvcore.replay.sweep_workers import Workers
 
 PROGRAM = [sys.executable, "-m", "kvcore", "replay", "--requests", "2"]
 KEYS = ("hit_rate", "overlap", "model_time_us", "tokens_per_s", "bytes", "rows", "verified")
@@ -112,7 +112,7 @@ PARENT = """
 import os, sys
 sys.path.insert(0, {tests!r})
 from test_sweep_processes import Point, waits
-from kvcore.offload.sweep_workers import Workers
+from kvcore.replay.sweep_workers import Workers
 if __name__ == "__main__":
     with Workers(waits, 2, {pipe!r}) as workers:
         workers.begin(Point("a")); workers.begin(Point("b"))
@@ -189,7 +189,7 @@ def test_a_report_that_is_none_is_made_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "pool=512.json"
-    monkeypatch.setattr("kvcore.offload.sweep.Workers", _InThisProcess)
+    monkeypatch.setattr("kvcore.replay.sweep.Workers", _InThisProcess)
     path.write_text(whole)
     assert main(sweep(tmp_path)) == 0
     assert path.read_text() == whole  # the legal twin: nothing is run
@@ -234,7 +234,7 @@ def test_a_pipe_in_the_place_of_a_report_stops_nobody(
 def test_a_killed_worker_ends_the_command_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvcore.offload.sweep.run_point", die_at_a_point)
+    monkeypatch.setattr("kvcore.replay.sweep.run_point", die_at_a_point)
     assert main(sweep(tmp_path)) == 2
     err = capsys.readouterr().err
     assert err.splitlines() == [
@@ -262,7 +262,7 @@ def test_a_folder_that_is_none_is_refused_first(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("kvcore.offload.sweep.Workers", None)
+    monkeypatch.setattr("kvcore.replay.sweep.Workers", None)
     path = tmp_path / "results"
     make(path)
     assert main(sweep(path)) == 2
@@ -271,7 +271,7 @@ def test_a_folder_that_is_none_is_refused_first(
 
 
 def test_names_of_files_are_short_and_apart(tmp_path: Path) -> None:
-    from kvcore.offload.sweep import MAX_NAME_BYTES, _file_name
+    from kvcore.replay.sweep import MAX_NAME_BYTES, _file_name
 
     taken: set[str] = set()
     names = [_file_name(label, str(n), taken) for n, label in enumerate(

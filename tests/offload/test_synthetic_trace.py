@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.offload.synthetic import generate_trace
-from kvcore.offload.traces import TraceRequest, parse_line
+from kvcore.replay.traces.reader import TraceRequest, parse_line
+from kvcore.replay.traces.synthetic import generate_trace
 
 
 def as_line(request: TraceRequest) -> bytes:

@@ -14,14 +14,8 @@ import numpy as np
 import pytest
 
 import kvcore
-from kvcore.offload import (
-    DecodeEngine,
-    DecodeFailed,
-    DevicePool,
-    PrefillOffloader,
-    SelectionCache,
-    hit_rate,
-)
+from kvcore.offload import DecodeEngine, DecodeFailed, DevicePool, PrefillOffloader, SelectionCache
+from kvcore.replay import hit_rate
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.errors import ParamInvalidError
-from kvcore.offload.traces import MAX_LINE_BYTES, TraceRequest, parse_line, read_trace
+from kvcore.replay.traces.reader import MAX_LINE_BYTES, TraceRequest, parse_line, read_trace
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "conversation_trace.jsonl"
 GOOD = {"timestamp": 27, "input_length": 700, "output_length": 9, "hash_ids": [0, 5]}

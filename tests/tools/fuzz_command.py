@@ -257,7 +257,7 @@ def one(seed: int, run: Callable[[list[str]], int]) -> tuple[list[str], int, str
 
 def fuzz(cases: int, seed: int) -> int:
     """Run them; prints those that ended wrongly, and how many ended how."""
-    from kvcore.offload import sweep
+    from kvcore.replay import sweep
 
     sweep.Workers = InThisProcess  # type: ignore[assignment,misc]
     # What asks for more memory than this is told so; the machine has others to serve.

@@ -1,11 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Ascend NPU through CANN's C interface, by ctypes.
-
-Nothing is imported, searched or loaded here: ``backend`` is what the registry knows, and it asks
-for the rest when a call needs it.
-
-    search      where libraries may be            library   the process's CANN
-    prototypes  the C functions' types            status    statuses as typed errors
-    arrays      arguments on the device           tensors   aclTensor descriptors
-    calls       which function an operator is     launch    the two phases on a stream
-"""
+"""Where kvcore.npu was: only the command of the self test is still found here, until 0.4."""

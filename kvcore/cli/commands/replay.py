@@ -19,7 +19,7 @@ from kvcore.cli.replay_options import (
 )
 
 if TYPE_CHECKING:
-    from kvcore.offload import ModelShape, TraceRequest
+    from kvcore.replay import ModelShape, TraceRequest
 
 DESCRIPTION = """\
 Serve the requests of a trace: continuous batching over a block pool with prefix reuse, chunked
@@ -88,7 +88,7 @@ def _run_caches(namespace: argparse.Namespace) -> int:
     from kvcore.cli.interrupt import Interrupt
     from kvcore.cli.outputs import refuse_unwritable, write_json
     from kvcore.cli.progress import progress_of
-    from kvcore.offload import Replay
+    from kvcore.replay import Replay
 
     refuse_unwritable(namespace.json)
     shape = _shape(namespace)
@@ -126,7 +126,7 @@ def _run_caches(namespace: argparse.Namespace) -> int:
 def _shape(namespace: argparse.Namespace) -> ModelShape:
     from dataclasses import replace
 
-    from kvcore.offload import ModelProfile
+    from kvcore.replay import ModelProfile
 
     model = ModelProfile.find(namespace.model or "tiny")
     changes = {
@@ -158,8 +158,8 @@ def _num_blocks(namespace: argparse.Namespace, shape: ModelShape) -> int:
 def _requests(namespace: argparse.Namespace) -> tuple[str, list[TraceRequest]]:
     from kvcore.cli.log import standard_input
     from kvcore.errors import fail
-    from kvcore.offload import generate_trace, read_trace
-    from kvcore.offload.traces import bounded_lines
+    from kvcore.replay import generate_trace, read_trace
+    from kvcore.replay.traces.reader import bounded_lines
 
     if namespace.trace is None:
         number = namespace.requests or GENERATED_REQUESTS

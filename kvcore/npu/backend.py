@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the registry knows of the NPU: a name, until a call needs more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvcore._core.plan import Plan
+
+__all__ = ["AclnnBackend"]
+
+
+class AclnnBackend:
+    """Runs plans on an Ascend NPU; usable where CANN, a driver and a known SoC are.
+
+    A run queues the operator on a stream and returns: on torch_npu's current stream for its
+    tensors, on the buffer's for the runtime's.
+    """
+
+    name = "aclnn"
+    spaces = frozenset({"device"})
+
+    @property
+    def uploads(self) -> frozenset[str]:
+        """Arguments that may lie on the host beside arrays on the device."""
+        from kvcore.npu.call.call import INDEX_ARGUMENTS
+
+        return INDEX_ARGUMENTS
+
+    @property
+    def fallback(self) -> str | None:
+        """What stands in for host arrays where CANN is not usable, if that was asked for."""
+        from kvcore.npu import options
+
+        return options.fallback()
+
+    def why_not(self, plan: Plan | None = None) -> str | None:
+        """Why it cannot run here, or this plan; None when it can."""
+        from kvcore.npu.cann import library
+
+        if not library.is_proven():
+            reason = library.why_not()
+            if reason is not None:
+                return reason
+        if plan is None:
+            return None
+        from kvcore.npu.call.launch import CALLS
+
+        call = CALLS.get(plan.operator.name)
+        if call is None:
+            return f"it has no {plan.operator.name}"
+        cann = library.current()
+        if not cann.has(call.function):
+            return f"{call.function} is not in this CANN, nor in a custom operator package"
+        return None
+
+    def prepare(self, plan: Plan) -> Callable[[], Any]:
+        """What plan.run() calls."""
+        from kvcore.npu.call.launch import prepare
+
+        return prepare(plan)
+
+    def details(self) -> dict[str, Any]:
+        """What was looked for, where, and what came of it: for reports."""
+        from kvcore.npu.cann.report import details
+
+        return details()

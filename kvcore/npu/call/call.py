@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every operator's call to the NPU has in common, and which strided arrays it may pass.
+
+A kernel may ignore the strides it is handed, and read or write elsewhere without an error.  So a
+view is passed only where the kernels are known to honour it; an input that is none of these is
+copied to contiguous memory first, a cache or an output is refused.
+Source: ops-transformer, op_api and tilings of each operator (read, not run).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from kvcore._core.plan import Plan
+from kvcore._core.portability import Harm
+from kvcore.errors import fail
+from kvcore.npu import options
+from kvcore.npu.call.arrays import Argument, contiguous_strides, is_dense_from
+from kvcore.npu.call.memory import Room
+from kvcore.npu.call.tensors import Handles
+from kvcore.npu.cann.library import Cann
+from kvcore.soc import SoC
+
+__all__ = ["INDEX_ARGUMENTS", "PLACEHOLDER_BYTES", "Call", "Placed", "optional", "required"]
+
+#: Index arrays: small, and accepted on the host where the backend is named.
+INDEX_ARGUMENTS = frozenset(
+    {
+        *("slot_mapping", "compress_lens", "compress_seq_offset", "seq_lens"),
+        *("block_tables", "seq_offset", "layer_id", "token_offset", "seq_len"),
+        *("selection_topk_indices", "full_kv_block_table"),
+        *("full_kv_actual_seq", "full_q_actual_seq"),
+    }
+)
+
+#: Memory behind a tensor that stands for no array.
+PLACEHOLDER_BYTES = 64
+#: The arguments once those that had to be copied lie elsewhere.
+Placed = list[Argument | None]
+
+
+class Call:
+    """One operator's call, from a plan's arguments; raises for what this SoC cannot be given.
+
+    arguments: in the operator's order.  copied: indices of those that go to contiguous memory.
+    """
+
+    #: The C function, without GetWorkspaceSize.
+    function: str
+    #: Arguments that the kernel writes.
+    outputs: frozenset[str]
+    #: Arguments whose values the call needs on the host, whoever asks.
+    host_values: tuple[str, ...] = ()
+
+    def __init__(self, plan: Plan, arguments: Iterable[Argument | None], soc: SoC) -> None:
+        # Not the plan itself, which holds what holds this: its arrays must go when it goes.
+        self.operator = plan.operator
+        self.params = plan.params
+        self.arrays = plan.arrays
+        self.soc = soc
+        self.arguments = list(arguments)
+        self.copied: set[int] = set()
+
+    def index_of(self, name: str) -> int:
+        """Position of an argument."""
+        return self.operator.arguments.index(name)
+
+    def argument(self, name: str) -> Argument:
+        """An argument that this call has."""
+        found = self.arguments[self.index_of(name)]
+        assert found is not None
+        return found
+
+    def settle_strides(self, free_axes: dict[str, int]) -> None:
+        """Say which arguments are passed as views, copied, or refused.
+
+        free_axes: outer axes of an argument whose strides the kernel honours; 0 where not named.
+        """
+        for i, one in enumerate(self.arguments):
+            if one is None:
+                continue
+            free = free_axes.get(one.name, 0)
+            if not one.on_device:
+                self.copied.add(i)
+            elif self.counts_itself(one):
+                continue
+            elif not is_dense_from(one, free):
+                if one.name in self.outputs or not self.may_copy(one):
+                    self._refuse_strides(one, free)
+                self.copied.add(i)
+
+    def counts_itself(self, argument: Argument) -> bool:
+        """Whether the operator goes by the memory behind an argument, whatever its strides say."""
+        return False
+
+    def may_copy(self, argument: Argument) -> bool:
+        """Whether an input may be copied to contiguous memory at each call."""
+        return True
+
+    def _refuse_strides(self, one: Argument, free: int) -> None:
+        wanted = "a contiguous array"
+        if free:
+            axes = "axis" if free == 1 else f"{free} axes"
+            wanted = f"an array of which only the first {axes} may be strided, by whole elements,"
+        seen = f"shape {list(one.shape)}, strides {list(one.strides)} bytes"
+        fail(one.name, f"{wanted} on {self.soc.name}", seen)
+
+    def ask_the_table(self) -> None:
+        """Raise for what the SoC's table refuses, and for what the machine would do wrong."""
+        infos = []
+        for i, one in enumerate(self.arguments):
+            if one is not None and i in self.copied:
+                one = replace(one, strides=contiguous_strides(one.shape, one.itemsize))
+            infos.append(one)
+        spec = self.operator.spec_for(tuple(infos), self.params, self.soc)
+        for text in spec.warnings:
+            if isinstance(text, Harm) and options.quirks() == "refuse":
+                expected = f"a call that the kernels of {self.soc.name} do right"
+                fail("backend", expected + " (or options.use_options(quirks='pass'))", text)
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do; CANN's documents exclude empty tensors."""
+        raise NotImplementedError
+
+    def leave_empty(self, cann: Cann, stream: int) -> None:
+        """Queue what an empty call writes all the same."""
+
+    def values(self, found: dict[str, Any]) -> None:
+        """Take the host values that ``host_values`` asked for, as numpy arrays."""
+
+    def phase_one(
+        self, handles: Handles, placed: Placed, room: Room, answer: Argument | None
+    ) -> list[Any]:
+        """The arguments of GetWorkspaceSize but for its two results."""
+        raise NotImplementedError
+
+    def answer_rows(self) -> int | None:
+        """Length of the int32 array that the operator returns; None when it returns none."""
+        return None
+
+    def returned(self) -> Any:
+        """What the operator returns where that is no new array."""
+        return None
+
+
+def optional(handles: Handles, argument: Argument | None) -> int | None:
+    """The tensor of an optional argument; NULL without one."""
+    return None if argument is None else handles.tensor(argument)
+
+
+def required(placed: Placed, index: int) -> Argument:
+    """An argument that the operator's rules have made sure of."""
+    found = placed[index]
+    assert found is not None
+    return found

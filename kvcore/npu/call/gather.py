@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""aclnnGatherPaKvCache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvcore._core.plan import Plan
+from kvcore.npu.call.arrays import Argument, dtype_named, element
+from kvcore.npu.call.call import Call, Placed, optional, required
+from kvcore.npu.call.memory import Room
+from kvcore.npu.call.tensors import Handles
+from kvcore.soc import SoC
+
+__all__ = ["GatherCall"]
+
+KEY_CACHE, VALUE_CACHE, TABLES, SEQ_LENS, KEY, VALUE, SEQ_OFFSET = range(7)
+
+
+class GatherCall(Call):
+    """The tokens of each request; the mode goes by its string, whatever the tensors' format."""
+
+    function = "aclnnGatherPaKvCache"
+    outputs = frozenset({"key", "value"})
+
+    def __init__(self, plan: Plan, arguments: Iterable[Argument | None], soc: SoC) -> None:
+        super().__init__(plan, arguments, soc)
+        cache_mode, self.totals, dtype, value_dtype = plan.params
+        self.cache_mode = cache_mode or "Norm"
+        key_type = dtype_named(dtype)
+        value_type = dtype_named(value_dtype) or key_type
+        for i in (KEY_CACHE, KEY):
+            self.arguments[i] = element(self.arguments[i], key_type)
+        for i in (VALUE_CACHE, VALUE):
+            self.arguments[i] = element(self.arguments[i], value_type)
+        self.settle_strides(self._free_axes())
+        self.ask_the_table()
+
+    def _free_axes(self) -> dict[str, int]:
+        if self.soc.name == "950":
+            return {
+                one.name: len(one.shape) - 1
+                for i, one in enumerate(self.arguments)
+                if one is not None and i in (KEY_CACHE, VALUE_CACHE, KEY, VALUE)
+            }
+        # Only the kernel for Norm caches looks at the block stride.
+        return {"key_cache": 1, "value_cache": 1} if self.cache_mode == "Norm" else {}
+
+    def may_copy(self, argument: Argument) -> bool:
+        """Not a whole cache at each call."""
+        return not argument.name.endswith("_cache")
+
+    def is_empty(self) -> bool:
+        """No tokens, no requests, or tokens without bytes."""
+        outputs = [self.argument("key"), self.argument("value")]
+        return self.argument("block_tables").shape[0] == 0 or all(one.size == 0 for one in outputs)
+
+    def phase_one(
+        self, handles: Handles, placed: Placed, room: Room, answer: Argument | None
+    ) -> list[Any]:
+        """In the operator's order; whether lengths are totals is never left to a default."""
+        return [
+            handles.tensor(required(placed, KEY_CACHE)),
+            handles.tensor(required(placed, VALUE_CACHE)),
+            handles.tensor(required(placed, TABLES)),
+            handles.tensor(required(placed, SEQ_LENS)),
+            handles.tensor(required(placed, KEY)),
+            handles.tensor(required(placed, VALUE)),
+            optional(handles, placed[SEQ_OFFSET]),
+            self.cache_mode.encode(),
+            self.totals,
+        ]

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two phases of a call, on a stream.
+
+Phase one checks and sizes, phase two queues.  The executor that links them is used up by phase
+two whether it succeeds or not, and is destroyed here only when phase two was never reached.
+Tensors are destroyed as soon as phase two is back; workspace and copies live until the stream has
+passed.  Nothing waits for the device, but for what options.check asks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from kvcore._core.plan import Plan
+from kvcore.errors import KVCoreError, ParamInvalidError, fail
+from kvcore.npu import options
+from kvcore.npu.call import copies, memory
+from kvcore.npu.call.arrays import Argument, read_all
+from kvcore.npu.call.call import Call
+from kvcore.npu.call.gather import GatherCall
+from kvcore.npu.call.memory import Keep, Room
+from kvcore.npu.call.owners import Owner, owner_of
+from kvcore.npu.call.scatter import KeyScatterCall, ScatterCall
+from kvcore.npu.call.selection import SelectionCall
+from kvcore.npu.call.tensors import Handles
+from kvcore.npu.call.update import UpdateCall
+from kvcore.npu.call.values import Values
+from kvcore.npu.cann import library
+from kvcore.npu.cann.library import PHASE_ONE, Cann
+
+__all__ = ["CALLS", "Launch", "memory", "onto", "prepare", "release"]
+
+#: By kvcore's name of the operator.
+CALLS: dict[str, type[Call]] = {
+    "scatter_pa_kv_cache": ScatterCall,
+    "scatter_pa_cache": KeyScatterCall,
+    "kv_cache_update": UpdateCall,
+    "gather_pa_kv_cache": GatherCall,
+    "gather_selection_kv_cache": SelectionCall,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a task's launches go."""
+
+    stream: int
+    device_id: int
+    keep: Keep | None
+
+
+_target: ContextVar[Target | None] = ContextVar("kvcore_aclnn_target", default=None)
+
+
+@contextmanager
+def onto(*, stream: int, device_id: int, keep: Keep | None = None) -> Iterator[None]:
+    """Send the launches of the block to that stream.
+
+    keep: called with every piece of device memory a launch took, which is the caller's to free
+    once the stream has passed; None: this module sees to it.
+    """
+    token = _target.set(Target(stream, device_id, keep))
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+def release(stream: int | None, device_id: int) -> None:
+    """Free what is held for a stream that has been synchronised; None: all of the device's."""
+    memory.release(library.current(), device_id, stream)
+
+
+def prepare(plan: Plan) -> Launch:
+    """What plan.run() calls; raises for what this machine cannot be given."""
+    cann = library.current()
+    arguments = read_all(plan)
+    placed = [one for one in arguments if one is not None and one.on_device]
+    call = CALLS[plan.operator.name](plan, arguments, cann.soc())
+    strange = next((one for one in placed if (one.key is None) != (placed[0].key is None)), None)
+    return Launch(cann, call, owner_of(placed[0]), strange)
+
+
+class Launch:
+    """One plan's call: queue it, any number of times, one at a time.
+
+    strange: an argument whose owner has other streams than the first one's, so that a stream must
+    be named.
+    """
+
+    def __init__(
+        self, cann: Cann, call: Call, owner: Owner, strange: Argument | None = None
+    ) -> None:
+        self._cann = cann
+        self._call = call
+        self._owner = owner
+        self._strange = strange
+        self._values = Values(call)
+        # Bound now, so that a CANN without them says so before anything is launched.
+        self._phase_one = getattr(cann, call.function + PHASE_ONE)
+        self._phase_two = getattr(cann, call.function)
+
+    def __call__(self) -> Any:
+        """Queue it; returns what the operator returns, which the device fills in later."""
+        cann, call = self._cann, self._call
+        stream, keep = self._where()
+        with cann.on_device(self._owner.device_id):
+            self._values.read_host()
+            with self._owner.room(cann, stream, keep) as room:
+                if keep is None:  # else a queue keeps what its launch uses
+                    for one in call.arguments:
+                        if one is not None and one.on_device:
+                            room.hold(self._owner.keeper(one))
+                result, answer = self._answer(stream)
+                room.hold(result)
+                placed: list[Argument | None] = list(call.arguments)
+                self._place_copies(placed, room, index_only=True)
+                self._check(placed, stream)
+                if call.is_empty():
+                    call.leave_empty(cann, stream)
+                else:
+                    self._place_copies(placed, room, index_only=False)
+                    self._place_uploads(placed, room)
+                    with Handles(cann) as handles:
+                        words = call.phase_one(handles, placed, room, answer)
+                        self._run(words, room, stream)
+            return call.returned() if answer is None else result
+
+    def check_values(self) -> None:
+        """Raise what the values are refused for, whatever check= says, and queue nothing.
+
+        Waits for the stream where values are on the device.
+        """
+        stream, keep = self._where()
+        with self._cann.on_device(self._owner.device_id):
+            self._values.read_host()
+            with self._owner.room(self._cann, stream, keep) as room:
+                placed: list[Argument | None] = list(self._call.arguments)
+                self._place_copies(placed, room, index_only=True)
+                self._check(placed, stream, whole=True)
+
+    def _where(self) -> tuple[int, Keep | None]:
+        target = _target.get()
+        if target is None:
+            if self._strange is not None:
+                first, name = self._owner.like, self._strange.name
+                fail(
+                    name,
+                    f"memory of the same owner as {first.name}, or stream.launch of a plan",
+                    "a Device's buffer and an array of none, which share no stream",
+                )
+            return self._owner.stream(), None
+        if target.device_id != self._owner.device_id:
+            raise ParamInvalidError(
+                f"stream: expected one of device {self._owner.device_id}, where the arrays are, "
+                f"got one of device {target.device_id}",
+                argument="stream",
+                seen=target.device_id,
+                expected=self._owner.device_id,
+            )
+        return target.stream, target.keep
+
+    def _answer(self, stream: int) -> tuple[Any, Argument | None]:
+        rows = self._call.answer_rows()
+        if rows is None:
+            return None, None
+        result, answer = self._owner.empty(rows)
+        if answer.nbytes:
+            # The kernel writes the rows of the call; those past them are 0.
+            self._cann.aclrtMemsetAsync(answer.address, answer.nbytes, 0, answer.nbytes, stream)
+        return result, answer
+
+    def _place_copies(self, placed: list[Argument | None], room: Room, index_only: bool) -> None:
+        for i in self._call.copied:
+            one = self._call.arguments[i]
+            assert one is not None
+            if one.on_device and (i in self._values.copies) == index_only:
+                address = room.take(f"copy of {one.name}", one.nbytes)
+                copies.gather(self._cann, one, address, room.stream)
+                placed[i] = one.placed(address)
+
+    def _place_uploads(self, placed: list[Argument | None], room: Room) -> None:
+        for i in self._values.on_host():
+            one = self._call.arguments[i]
+            assert one is not None
+            if one.name not in self._call.host_values:
+                placed[i] = one.placed(room.put(self._values.copies[i]))
+
+    def _check(self, placed: list[Argument | None], stream: int, whole: bool = False) -> None:
+        """Check the values that can be seen; whole: all of them, wherever they are."""
+        values, wanted = self._values, self._call.host_values
+        if not values.copies:
+            return
+        here = values.on_host()
+        complete = len(here) == len(values.copies)
+        if not complete and (whole or wanted or options.check() == "device"):
+            values.read_device(self._cann, stream, placed)
+            complete = True
+        if complete:
+            values.check()
+        if wanted:
+            self._call.values(values.by_name())
+
+    def _run(self, words: list[Any], room: Room, stream: int) -> None:
+        size, executor = ctypes.c_uint64(0), ctypes.c_void_p()
+        sized = reached = False
+        try:
+            self._phase_one(*words, ctypes.byref(size), ctypes.byref(executor))
+            sized = True
+            workspace = room.take("workspace", size.value) if size.value else None
+            reached = True
+            self._phase_two(workspace, size.value, executor, stream)
+        except BaseException as error:
+            # Phase two will not have it.  (An interrupt may come as soon as phase one is back.)
+            made = sized or not isinstance(error, KVCoreError)
+            if made and executor.value and not reached:
+                self._cann.status("aclDestroyAclOpExecutor")(executor)
+            raise

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose arrays a call is made of: the runtime's buffers, or torch_npu's tensors.
+
+The owner says on which stream the work goes when nobody else does, makes the arrays that an
+operator returns, and knows where temporary memory comes from.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from kvcore.dtypes import BY_NAME
+from kvcore.errors import BackendUnavailableError
+from kvcore.npu.call.arrays import Argument
+from kvcore.npu.call.memory import Keep, Room
+from kvcore.npu.cann.library import Cann
+
+__all__ = ["BufferOwner", "Owner", "TorchOwner", "owner_of"]
+
+
+class Owner:
+    """What a launch asks of its arrays' owner; ``like`` is one of them."""
+
+    def __init__(self, like: Argument) -> None:
+        self.like = like
+        assert like.device_id is not None
+        self.device_id = like.device_id
+
+    def stream(self) -> int:
+        """The handle to run on; 0 is the default stream."""
+        raise NotImplementedError
+
+    def empty(self, rows: int) -> tuple[Any, Argument]:
+        """A new int32 array [rows] on the device, and what a call must know of it."""
+        raise NotImplementedError
+
+    def keeper(self, one: Argument) -> object:
+        """What keeps an array's memory, for a launch to hold; None where nothing need."""
+        return None
+
+    def room(self, cann: Cann, stream: int, keep: Keep | None) -> Room:
+        """Temporary memory for one launch."""
+        return Room(cann, self.device_id, stream, keep)
+
+
+def _answer(array: Any, rows: int, place: tuple[int, int, int], device_id: int) -> Argument:
+    """The Argument of a new int32 array; place: address, storage's address, storage's bytes."""
+    kind = BY_NAME["int32"]
+    return Argument(
+        name="selection_kv_actual_seq",
+        shape=(rows,),
+        strides=(kind.itemsize,),
+        dtype=kind,
+        dtype_name=kind.name,
+        itemsize=kind.itemsize,
+        read_only=False,
+        on_device=True,
+        address=place[0],
+        base=place[1],
+        storage_bytes=place[2],
+        device_id=device_id,
+        source=array,
+        element=kind,
+    )
+
+
+class BufferOwner(Owner):
+    """Arrays with ``__kvcore_device_array__``."""
+
+    def stream(self) -> int:
+        """The one that the buffer names."""
+        return int(self.like.source.__kvcore_device_array__.stream)
+
+    def keeper(self, one: Argument) -> object:
+        """The allocation, which then outlives a buffer that is freed; else the array."""
+        allocation = getattr(one.source, "_allocation", None)
+        return one.source if allocation is None else allocation()
+
+    def empty(self, rows: int) -> tuple[Any, Argument]:
+        """A buffer of the same device."""
+        array = self.like.source.__kvcore_device_array__.empty((rows,), "int32")
+        seen = array.__kvcore_device_array__
+        place = seen.address, seen.base, seen.storage_bytes
+        return array, _answer(array, rows, place, self.device_id)
+
+
+class TorchOwner(Owner):
+    """torch_npu's tensors.
+
+    Temporary memory is torch's too: it gives memory back in stream order, and keeps what was
+    taken while a graph is being captured for as long as the graph.
+    """
+
+    def _torch(self) -> Any:
+        if "torch_npu" not in sys.modules:
+            raise BackendUnavailableError("NPU tensors without torch_npu: import torch_npu first")
+        return sys.modules["torch"]
+
+    def stream(self) -> int:
+        """torch_npu's current stream of the tensors' device."""
+        self._torch()
+        return int(sys.modules["torch_npu"].npu.current_stream(self.device_id).npu_stream)
+
+    def _empty(self, count: int, dtype: str) -> Any:
+        torch = self._torch()
+        return torch.empty((count,), dtype=getattr(torch, dtype), device=self.like.source.device)
+
+    def empty(self, rows: int) -> tuple[Any, Argument]:
+        """A tensor on the same device."""
+        tensor = self._empty(rows, "int32")
+        storage = tensor.untyped_storage()
+        place = tensor.data_ptr(), storage.data_ptr(), storage.nbytes()
+        return tensor, _answer(tensor, rows, place, self.device_id)
+
+    def room(self, cann: Cann, stream: int, keep: Keep | None) -> Room:
+        """torch's memory, but where the caller keeps it, or names a stream that torch does not use.
+
+        Torch hands memory out again in the order of its own stream, which knows no other.
+        """
+        if keep is not None or stream != self.stream():
+            return super().room(cann, stream, keep)
+        return TorchRoom(cann, self, stream)
+
+
+class TorchRoom(Room):
+    """Temporary memory from torch, given back when the launch is queued."""
+
+    #: What torch_npu adds to a workspace; its kernels may read past the end.
+    PADDING_BYTES = 32
+
+    def __init__(self, cann: Cann, owner: TorchOwner, stream: int) -> None:
+        super().__init__(cann, owner.device_id, stream, None)
+        self._owner = owner
+        self._tensors: list[Any] = []
+
+    def hold(self, array: Any) -> None:
+        """Nothing: torch gives memory back in stream order."""
+
+    def take(self, purpose: str, nbytes: int) -> int:
+        """Bytes that only work on this launch's stream touches."""
+        tensor = self._owner._empty(nbytes + self.PADDING_BYTES, "uint8")
+        self._tensors.append(tensor)
+        return int(tensor.data_ptr())
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        self._tensors.clear()
+        super().__exit__(kind, *rest)
+
+
+def owner_of(like: Argument) -> Owner:
+    """The owner of an array on the device."""
+    described = getattr(like.source, "__kvcore_device_array__", None)
+    return TorchOwner(like) if described is None else BufferOwner(like)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""aclnnScatterPaKvCache and aclnnScatterPaCache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvcore._core.plan import Plan
+from kvcore.errors import fail
+from kvcore.npu.call.arrays import Argument, contiguous_strides, dtype_named, element
+from kvcore.npu.call.call import PLACEHOLDER_BYTES, Call, Placed, optional, required
+from kvcore.npu.call.memory import Room
+from kvcore.npu.call.tensors import Handles
+from kvcore.soc import SoC
+
+__all__ = ["KeyScatterCall", "ScatterCall"]
+
+KEY, KEY_CACHE, SLOTS, VALUE, VALUE_CACHE, LENS, OFFSETS, SEQ_LENS = range(8)
+
+
+class ScatterCall(Call):
+    """ScatterPaKvCache: every scenario that the SoC has.
+
+    Key only (scenario 6, A2 and A3) passes 0-dim tensors for the value and its cache: the tiling
+    goes by the rank and reads the tensor without looking whether there is one.
+    """
+
+    function = "aclnnScatterPaKvCache"
+    outputs = frozenset({"key_cache", "value_cache"})
+
+    def __init__(self, plan: Plan, arguments: Iterable[Argument | None], soc: SoC) -> None:
+        super().__init__(plan, arguments, soc)
+        cache_mode, scatter_mode, strides, offsets, dtype, value_dtype = plan.params
+        self.cache_mode = cache_mode or "Norm"
+        # Under PA_NZ a scatter mode means nothing, and CANN's tiling wants none.
+        self.scatter_mode = (scatter_mode or "None") if self.cache_mode == "Norm" else "None"
+        # A2's and A3's tiling reads both arrays in Nct, so that the defaults are passed too.
+        self.strides = (1, 1) if strides is None else strides
+        self.offsets = (0, 0) if offsets is None else offsets
+        key_type = dtype_named(dtype)
+        value_type = dtype_named(value_dtype) or key_type
+        for i in (KEY, KEY_CACHE):
+            self.arguments[i] = element(self.arguments[i], key_type)
+        for i in (VALUE, VALUE_CACHE):
+            self.arguments[i] = element(self.arguments[i], value_type)
+        value = self.arguments[VALUE]
+        self.key_only = value is None or not value.shape
+        if self.key_only:
+            self.arguments[VALUE] = self.arguments[VALUE_CACHE] = None
+        self.four_d = len(self.argument("key").shape) == 4
+        self.settle_strides(self._free_axes())
+        self.ask_the_table()
+        self.prepare()
+
+    def _free_axes(self) -> dict[str, int]:
+        if self.scatter_mode != "None" or self.four_d:
+            return {}
+        if self.soc.name == "950":
+            return {
+                one.name: len(one.shape) - 1
+                for one in self.arguments[: VALUE_CACHE + 1]
+                if one is not None and one.name != "slot_mapping"
+            }
+        if self.cache_mode == "Norm" and not self.key_only:
+            return {"key_cache": 1, "value_cache": 1}
+        return {}
+
+    def counts_itself(self, argument: Argument) -> bool:
+        """Nct's sources: tokens are counted in elements from the first one of the view."""
+        return self.scatter_mode == "Nct" and argument.name in ("key", "value")
+
+    def prepare(self) -> None:
+        """What follows from the arguments once they are accepted."""
+        sources = [self.arguments[KEY], self.arguments[VALUE]]
+        sizes = [one.size for one in sources if one is not None]
+        if 0 in sizes and any(sizes):
+            fail("key", "tokens with bytes in both key and value, or in none, on an NPU", sizes)
+        if self.scatter_mode == "Nct":
+            self.arguments[KEY] = self._rows(KEY, KEY_CACHE)
+            if not self.key_only:
+                self.arguments[VALUE] = self._rows(VALUE, VALUE_CACHE)
+
+    def _rows(self, source: int, cache: int) -> Argument:
+        """A view of a fused buffer as CANN wants it described: contiguous [T, H, D] from its first
+        element on, whatever its strides."""
+        flat, pages = self.arguments[source], self.arguments[cache]
+        assert flat is not None
+        assert pages is not None
+        tokens = self.argument("slot_mapping").shape[0]
+        shape = (tokens, *pages.shape[-2:])
+        if source in self.copied:
+            fail(flat.name, "device memory with Nct", "host memory")
+        found = flat.seen_as(shape, contiguous_strides(shape, flat.itemsize))
+        room = found.base + found.storage_bytes - found.address
+        if found.nbytes > room:
+            fail(
+                flat.name,
+                f"a storage that holds [T, H, D] = {list(shape)} from its first element on",
+                f"{room} bytes",
+            )
+        return found
+
+    def _lens(self, placed: Placed) -> Argument | None:
+        """CANN's table has [B, H] in scenario 3, where kvcore takes it flat too."""
+        lens = placed[LENS]
+        if lens is None or not self.four_d:
+            return lens
+        shape = self.argument("slot_mapping").shape
+        return lens.seen_as(shape, contiguous_strides(shape, lens.itemsize))
+
+    def is_empty(self) -> bool:
+        """No tokens, none with bytes, or caches without a slot (so every slot is negative)."""
+        return 0 in [self.argument(name).size for name in ("slot_mapping", "key", "key_cache")]
+
+    def phase_one(
+        self, handles: Handles, placed: Placed, room: Room, answer: Argument | None
+    ) -> list[Any]:
+        """Note the order: the value comes behind the slots."""
+        key = required(placed, KEY)
+        if self.key_only:
+            place = room.take("no value", PLACEHOLDER_BYTES)
+            assert key.element is not None
+            value = handles.scalar(key.element, place)
+            value_cache = handles.scalar(key.element, place)
+        else:
+            value = handles.tensor(required(placed, VALUE))
+            value_cache = handles.tensor(required(placed, VALUE_CACHE))
+        nct = self.scatter_mode == "Nct"
+        return [
+            handles.tensor(key),
+            handles.tensor(required(placed, KEY_CACHE)),
+            handles.tensor(required(placed, SLOTS)),
+            value,
+            value_cache,
+            optional(handles, self._lens(placed)),
+            optional(handles, placed[OFFSETS]),
+            optional(handles, placed[SEQ_LENS]),
+            self.cache_mode.encode(),
+            self.scatter_mode.encode(),
+            handles.integers(self.strides) if nct else None,
+            handles.integers(self.offsets) if nct else None,
+        ]
+
+
+class KeyScatterCall(ScatterCall):
+    """ScatterPaCache, on the 950: the key alone."""
+
+    function = "aclnnScatterPaCache"
+    outputs = frozenset({"key_cache"})
+
+    def _free_axes(self) -> dict[str, int]:
+        return {}  # nothing is known of what its kernels honour
+
+    def phase_one(
+        self, handles: Handles, placed: Placed, room: Room, answer: Argument | None
+    ) -> list[Any]:
+        """Key, cache, slots, what compression needs, mode."""
+        return [
+            handles.tensor(required(placed, KEY)),
+            handles.tensor(required(placed, KEY_CACHE)),
+            handles.tensor(required(placed, SLOTS)),
+            optional(handles, self._lens(placed)),
+            optional(handles, placed[OFFSETS]),
+            optional(handles, placed[SEQ_LENS]),
+            self.cache_mode.encode(),
+        ]

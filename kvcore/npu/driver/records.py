@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Marks that the hardware reaches, and the events that hold them.
+
+Each record has an aclrtEvent of its own, from a pool: an event that a task waits for may be
+recorded again meanwhile, and the task means the record from before.  A handle goes back to the
+pool with the last reference to its record; a stream that was told to wait for it holds one.
+
+Events are made by aclrtCreateEventExWithFlag, as torch_npu makes them: recording again is allowed
+and status is asked by aclrtQueryEventStatus, where 1 means complete (aclrtQueryEvent, which is
+older, says 0).  aclrtRecordEvent takes the event first, aclrtStreamWaitEvent the stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from kvcore.errors import KVCoreError, StreamError
+from kvcore.npu.cann import constants
+from kvcore.npu.driver.handles import bare
+from kvcore.runtime._executor import Executor
+from kvcore.runtime._marks import Failure, Mark
+from kvcore.runtime._outside import fail, promise, settle
+from kvcore.runtime.event import Event
+
+if TYPE_CHECKING:
+    from kvcore.npu.driver.device import AclDevice
+    from kvcore.npu.driver.stream import AclStream
+
+__all__ = ["TIMEOUTS", "AclEvent", "Dependency", "Events", "Record", "record_of"]
+
+#: Statuses that say "not yet".
+TIMEOUTS = (
+    constants.ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
+    constants.ACL_ERROR_RT_EVENT_SYNC_TIMEOUT,
+)
+
+
+class Events:
+    """The event handles of one device, with and without timing."""
+
+    def __init__(self, cann: Any) -> None:
+        self._cann = cann
+        self._idle: tuple[deque[int], deque[int]] = (deque(), deque())
+        self._all: set[int] = set()
+
+    def lend(self, record: Record, timing: bool) -> int:
+        """A handle for as long as the record lives."""
+        idle = self._idle[timing]
+        try:
+            handle = idle.popleft()
+        except IndexError:
+            handle = self.make(timing)
+        weakref.finalize(record, idle.append, handle).atexit = False
+        return handle
+
+    def make(self, timing: bool) -> int:
+        """A new handle, destroyed by ``drop`` or with the device."""
+        found = ctypes.c_void_p()
+        flag = constants.ACL_EVENT_SYNC | (constants.ACL_EVENT_TIME_LINE if timing else 0)
+        self._cann.aclrtCreateEventExWithFlag(ctypes.byref(found), flag)
+        handle = found.value or 0
+        self._all.add(handle)
+        return handle
+
+    def drop(self, handles: Iterable[int]) -> list[KVCoreError]:
+        """Destroy events that nothing waits for any more; what went wrong."""
+        errors: list[KVCoreError] = []
+        for handle in handles:
+            if handle not in self._all:
+                continue
+            self._all.discard(handle)
+            try:
+                self._cann.aclrtDestroyEvent(handle)
+            except KVCoreError as error:
+                errors.append(bare(error))
+        return errors
+
+    def close(self) -> list[KVCoreError]:
+        """Destroy every event; what went wrong."""
+        for idle in self._idle:
+            idle.clear()
+        return self.drop(list(self._all))
+
+
+class Record:
+    """One record of an event on a stream, from its place in the queue to the hardware's report.
+
+    mark:    what the program sees; None once it is resolved.
+    stream:  where it is recorded; None for an external event that nobody has recorded yet.
+    ready:   a mark resolved when the hardware has the record (or will never have it).
+    handle:  the aclrtEvent, 0 until then.
+    failure: why it was not reached.
+    doomed:  why it will not count as reached, when what was before it is done: its queue has
+             failed, but the hardware still has work from before.
+    losses:  failures of the stream when it was launched.
+    rungs:   marks resolved when somebody should look at the hardware again.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_executor",
+        "doomed",
+        "failure",
+        "handle",
+        "in_flight",
+        "losses",
+        "mark",
+        "ready",
+        "rungs",
+        "stream",
+        "timing",
+    )
+
+    def __init__(self, executor: Executor, mark: Mark, timing: bool) -> None:
+        self._executor = executor
+        self.stream = cast("AclStream", mark.queue)
+        self.mark: Mark | None = mark
+        self.timing = timing
+        self.ready = promise(None)
+        self.handle = 0
+        self.failure: Failure | None = None
+        self.doomed: Failure | None = None
+        self.rungs: list[Mark] = []
+        self.in_flight = False
+        self.losses = 0
+
+    def hand_over(self, step: Mark) -> Callable[[], object]:
+        """The queue has come to this record; what the call returns tells whoever waits.
+
+        Never raises: it is called in a worker's loop.
+        """
+        stream = self.stream
+        failure = step.failure
+        if not step.dropped:
+            try:
+                quiet = stream.is_quiet and (failure is not None or not self.timing)
+                # Asked in this order: a stream may be quiet because it has just lost its work.
+                lost = stream.loss_since(self.losses)
+                if quiet and lost is None:
+                    return partial(self.resolve, failure)
+                self.doomed = failure
+                if lost is None and self._put(stream):
+                    if failure is not None:
+                        stream.device._doomed.add(self)
+                        return _nothing
+                    return partial(settle, stream.executor, self.ready)
+                failure = failure or stream.loss_since(self.losses)
+            except BaseException as error:  # told to the host as any failure is
+                failure = failure or Failure(bare(error), stream.name, "record_event")
+                fail(stream.executor, stream, failure)
+                if self.doomed is not None:
+                    # Nobody can say when the hardware is done with what it has: it must end.
+                    stream._give_up(failure)
+        return partial(self.resolve, failure, dropped=step.dropped)
+
+    def _put(self, stream: AclStream) -> bool:
+        """Record an event on the hardware; False when the stream has failed meanwhile."""
+        device = stream.device
+        with device._bind(), stream._using(self.losses) as on:
+            if not on:
+                return False
+            handle = device._events.lend(self, self.timing)
+            device._cann.aclrtRecordEvent(handle, on)
+            if not stream._took(self, self.losses):
+                return False
+            self.handle = handle
+            return True
+
+    def resolve(self, failure: Failure | None = None, *, dropped: bool = False) -> None:
+        """Tell everybody, once."""
+        if self.doomed is not None:
+            failure = self.doomed
+            self.stream.device._doomed.discard(self)
+        mark, self.mark = self.mark, None
+        executor = self._executor
+        if mark is not None:
+            self.failure = failure
+            settle(executor, mark, failure, dropped)
+        settle(executor, self.ready, failure, dropped)
+        for rung in self.rungs:
+            settle(executor, rung)
+        self.rungs.clear()
+
+    def look(self) -> bool:
+        """Ask the hardware, and resolve when it has an answer; True when resolved."""
+        if self.mark is None:
+            return True
+        if not self.handle:
+            return False
+        status = ctypes.c_int32(-1)
+        try:
+            self.stream.device._cann.aclrtQueryEventStatus(self.handle, ctypes.byref(status))
+        except KVCoreError as error:
+            self.stream._lose(error, losses=self.losses)
+            return True
+        if status.value != constants.ACL_EVENT_RECORDED_STATUS_COMPLETE:
+            return False
+        self.confirm()
+        return True
+
+    def happens_within(self, time_ms: int) -> bool:
+        """Wait a little for the event; KVCoreError for a failure."""
+        cann = self.stream.device._cann
+        if not cann.has("aclrtSynchronizeEventWithTimeout"):
+            return self.look()
+        try:
+            cann.aclrtSynchronizeEventWithTimeout(self.handle, time_ms)
+        except KVCoreError as error:
+            if error.code in TIMEOUTS:
+                return False
+            raise
+        return True
+
+    def confirm(self) -> None:
+        """The event is complete: resolve, unless there is a failure to tell.
+
+        An asynchronous fault is reported by the next synchronisation, so there is one; what is
+        waited for here has happened.  A stream that waited for one that failed goes on, on the
+        hardware: so what this one waited for is confirmed first.
+        """
+        for record in _in_order(self):
+            record._confirm()
+
+    def _confirm(self) -> None:
+        stream = self.stream
+        for other in stream._waited_for(self):
+            if other.failure is not None:
+                stream._lose(other.failure.cause, other.failure, self.losses)
+        if self.mark is None:
+            return
+        try:
+            # Those before it first: what was reached before a fault is whole.
+            for record in stream._records_until(self):
+                stream.device._cann.aclrtSynchronizeEvent(record.handle)
+                if record is not self:
+                    stream._passed(record)
+            if stream._ends_with(self):
+                stream._synchronize_briefly()
+        except KVCoreError as error:
+            stream._lose(error, losses=self.losses)
+        else:
+            stream._passed(self)
+
+
+def _in_order(last: Record) -> list[Record]:
+    """What a record depends on, on other streams, each before what depends on it; then itself."""
+    order: list[Record] = []
+    seen = {last}
+    path = [(last, iter(last.stream._waited_for(last)))]
+    while path:
+        record, others = path[-1]
+        for other in others:
+            if other not in seen and other.mark is not None and other.handle:
+                seen.add(other)
+                path.append((other, iter(other.stream._waited_for(other))))
+                break
+        else:
+            order.append(record)
+            path.pop()
+    return order
+
+
+def _nothing() -> None:
+    """The hardware will tell."""
+
+
+def record_of(executor: Executor, mark: Mark) -> Record:
+    """The record of a mark; an external event's begins with whoever first asks."""
+    record: Record | None = mark.position
+    if record is None:
+        record = mark.position = Record(executor, mark, False)
+    return record
+
+
+class Dependency:
+    """In a stream's flight: it was told to wait for a record of another."""
+
+    __slots__ = ("record",)
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+
+
+class AclEvent(Event):
+    """An event whose records are reached by the hardware."""
+
+    device: AclDevice
+    _last: Mark | None = None
+
+    @property
+    def mark(self) -> Mark | None:  # type: ignore[override]
+        """The last record."""
+        return self._last
+
+    def elapsed_time(self, other: object) -> float:
+        """Milliseconds from this event's last record to the other's, by the device's clock."""
+        super().elapsed_time(other)  # refuses what is not recorded, not reached, without timing
+        assert isinstance(other, AclEvent)
+        handles = [_timed(self, "event"), _timed(other, "other")]
+        with self.device._bind():
+            found = ctypes.c_float()
+            self.device._cann.aclrtEventElapsedTime(ctypes.byref(found), *handles)
+            return found.value
+
+
+def _timed(event: AclEvent, argument: str) -> int:
+    record: Record | None = None if event.mark is None else event.mark.position
+    if record is None or record.failure is not None or not record.handle:
+        raise StreamError(
+            f"{argument}: expected an event that was reached, got one that failed",
+            argument=argument,
+        )
+    return record.handle

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a host learns that the hardware has reached a record.
+
+A *ring*: a hardware stream of the host's own is told to wait for the record's event, and behind
+that comes a host function that rings.  Put on the work's stream, the function would have to be
+behind what was launched meanwhile, and would hold the stream up.  There is a ring for each record
+that is waited for at a moment, up to a limit.
+
+The *watch*: a thread that is there from the first ``await`` on and sleeps unless somebody waits.
+It asks for the events that got no ring, and looks whether a stream that is waited for has failed:
+behind a failure no host function runs, so nothing would ring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from _thread import allocate_lock
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Condition, Thread
+from typing import TYPE_CHECKING
+
+from kvcore.errors import KVCoreError, StreamError
+from kvcore.npu.driver import hostcalls
+from kvcore.npu.driver.records import TIMEOUTS, Record
+from kvcore.runtime._marks import Mark, Waiter
+from kvcore.runtime._outside import promise, settle
+from kvcore.runtime.host import Host
+
+if TYPE_CHECKING:
+    from kvcore.npu.driver.device import AclDevice
+    from kvcore.npu.driver.stream import AclStream
+
+__all__ = ["AclHost"]
+
+MAX_RINGS = 32
+#: Seconds between two looks of the watch: where nothing rings, and the longest otherwise.
+SHORT_S, LONG_S = 0.001, 0.05
+#: Milliseconds that a thread waits in one call, before it looks for failures and signals.
+SLICE_MS = 50
+
+
+class _Watched:
+    """Records that somebody waits for, what to tell him by, and whether a ring will."""
+
+    __slots__ = ("records", "rings", "rung")
+
+    def __init__(self, records: list[Record], rung: Mark, rings: bool) -> None:
+        self.records = list(records)
+        self.rung = rung
+        self.rings = rings
+
+
+class AclHost(Host):
+    """The host's side of a device with hardware queues."""
+
+    def __init__(self, device: AclDevice) -> None:
+        super().__init__(None)
+        self._device = device
+        self._idle_rings: list[int] = []
+        self._num_rings = 0
+        self._calls: dict[int, hostcalls.Action] = {}
+        self._condition = Condition()
+        self._watched: list[_Watched] = []
+        self._thread: Thread | None = None
+        self._over = False
+
+    # -- waiting
+
+    async def wait(self, mark: Mark | None) -> None:
+        """Wait for a mark; always a checkpoint, and cancelling stops the waiting."""
+        await self.wait_all([] if mark is None else [mark])
+
+    async def wait_all(self, marks: Sequence[Mark]) -> None:
+        """Wait for all of them, with one ring behind all; always a checkpoint."""
+        marks = [mark for mark in marks if mark.pending]
+        if not marks:
+            await super().wait(None)
+        for mark in marks:
+            record: Record = mark.position
+            if record.ready.pending and not record.handle:
+                self._watch(_Watched([record], record.ready, True))
+                await super().wait(record.ready)
+        while marks := [mark for mark in marks if mark.pending]:
+            records: list[Record] = [mark.position for mark in marks]
+            await super().wait(self._ring_for(records))
+            with self._device._bind():
+                for record in records:
+                    record.look()
+
+    async def wait_for_bytes(self, mark: Mark) -> None:
+        """The same; there is no model."""
+        if mark.pending:
+            await self.wait(mark)
+
+    def wait_blocking(self, mark: Mark, timeout_s: float | None = None) -> None:
+        """Wait for a mark, holding this thread; StreamError when that takes too long."""
+        if not mark.pending:
+            return
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        record: Record = mark.position
+        device = self._device
+        while (
+            record.ready.pending and not record.handle and (end is None or time.monotonic() < end)
+        ):
+            next_look = time.monotonic() + LONG_S
+            _hold(record.ready, next_look if end is None else min(end, next_look))
+            if record.ready.pending and not record.handle:
+                with device._bind():
+                    self._look_at_held(set())
+        while mark.pending:
+            if end is not None and time.monotonic() >= end:
+                raise StreamError(
+                    f"stream {record.stream.name!r}: expected its work to be done in {timeout_s} "
+                    "s, got work that goes on",
+                    argument="timeout_s",
+                    seen=timeout_s,
+                    code=TIMEOUTS[0],
+                )
+            with device._bind():
+                if not record.handle:
+                    continue  # a mark that resolves in this moment
+                left = SLICE_MS if end is None else 1e3 * (end - time.monotonic())
+                try:
+                    if record.happens_within(max(1, min(SLICE_MS, int(left)))):
+                        record.confirm()
+                    else:
+                        record.stream._look_for_failure(set())
+                except KVCoreError as error:
+                    record.stream._lose(error, losses=record.losses)
+
+    def block_for_bytes(self, mark: Mark) -> None:
+        """The same; there is no model."""
+        self.wait_blocking(mark)
+
+    def finds(self, mark: Mark) -> bool:
+        """Whether the host, asking now, finds the mark reached."""
+        if mark.pending:
+            record: Record = mark.position
+            with self._device._bind():
+                if not record.handle:
+                    self._look_at_held(set(), polling=True)
+                elif not record.look():
+                    record.stream._look_for_failure(set(), polling=True)
+        return not mark.pending
+
+    # -- rings
+
+    def _ring_for(self, records: list[Record]) -> Mark:
+        """A mark that resolves when it is time to look at the records: all done, or one failed."""
+        device = self._device
+        with device._bind():
+            rung = promise(None)
+            if all(record.look() for record in records):
+                settle(device._executor, rung)
+                return rung
+            records = [record for record in records if record.mark is not None]
+            for record in records:
+                record.rungs.append(rung)
+            rings = False
+            with contextlib.suppress(KVCoreError):  # then the watch does it
+                rings = self._ring(records, rung)
+            self._watch(_Watched(records, rung, rings))
+            return rung
+
+    def _ring(self, records: list[Record], rung: Mark) -> bool:
+        device = self._device
+        cann = device._cann
+        if not cann.has("aclrtLaunchHostFunc"):
+            return False
+        with self._condition:
+            if self._idle_rings:
+                ring = self._idle_rings.pop()
+            elif self._num_rings < MAX_RINGS:
+                self._num_rings += 1
+                ring = 0
+            else:
+                return False
+        ring = ring or device._rings.make()
+        for record in records:
+            cann.aclrtStreamWaitEvent(ring, record.handle)
+        self._calls[ring] = hostcalls.launch(cann, ring, partial(self._rang, ring, records, rung))
+        return True
+
+    def _rang(self, ring: int, records: list[Record], rung: Mark) -> None:
+        # On a thread of the driver: no ACL, and never an exception.  The records are held until
+        # now, so that nobody records their events again before the ring's stream has seen them.
+        records.clear()
+        self._idle_rings.append(ring)
+        settle(self._device._executor, rung)
+
+    # -- the watch
+
+    def _watch(self, watched: _Watched) -> None:
+        with self._condition:
+            self._watched.append(watched)
+            if self._thread is None and not self._over:
+                self._thread = Thread(target=self._look, name="kvcore-watch", daemon=True)
+                self._thread.start()
+            self._condition.notify()
+
+    def _look(self) -> None:
+        while True:
+            with self._condition:
+                if self._over:
+                    return
+                if not self._watched:
+                    self._condition.wait()
+                    continue
+                pause = LONG_S if all(watched.rings for watched in self._watched) else SHORT_S
+                end = time.monotonic() + pause
+                while not self._over and (left := end - time.monotonic()) > 0:
+                    self._condition.wait(left)
+                    if not self._watched or not self._watched[-1].rings:
+                        break
+                watched, self._watched = self._watched, []
+            seen: set[AclStream] = set()
+            busy = [one for one in watched if not self._sees(one, seen)]
+            with self._condition:
+                self._watched += busy
+
+    def _sees(self, watched: _Watched, seen: set[AclStream]) -> bool:
+        """Whether nobody needs to look at these any more."""
+        if not watched.rung.pending:
+            return True
+        records = [record for record in watched.records if record.mark is not None]
+        for record in records:
+            try:
+                with self._device._bind():
+                    if not record.handle:
+                        self._look_at_held(seen)
+                    elif not record.look():
+                        record.stream._look_for_failure(seen)
+            except BaseException as error:  # whoever waits must hear of it, whatever it is
+                record.stream._lose(error, losses=record.losses)
+        return not watched.rung.pending
+
+    def _look_at_held(self, seen: set[AclStream], *, polling: bool = False) -> None:
+        """A record waits in its queue, so somewhere a queue waits for a host function.
+
+        Behind a failure of the hardware, that will not come.  Or it waits for another that will
+        fail when the hardware has come to it.
+        """
+        for record in list(self._device._doomed):
+            if not record.look():
+                record.stream._look_for_failure(seen, polling=polling)
+        for stream in list(self._device._held):
+            stream._look_for_failure(seen, polling=polling)
+
+    # -- the end
+
+    def stop(self) -> None:
+        """End the watch; nobody waits any more."""
+        with self._condition:
+            self._over = True
+            self._condition.notify()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._calls.clear()  # behind a failure, a ring does not ring
+
+    def abandon(self) -> None:
+        """In a forked child: neither the tasks nor the watch are here."""
+        super().abandon()
+        self._condition = Condition()
+        self._thread = None
+        self._over = True
+
+
+def _hold(mark: Mark, end: float | None, now: Callable[[], float] = time.monotonic) -> None:
+    """Hold this thread until the mark is resolved or the time is over."""
+    lock = allocate_lock()
+    lock.acquire()
+    waiter = Waiter(lock.release)
+    if mark.add(waiter):
+        try:
+            lock.acquire(True, -1 if end is None else max(0.0, end - now()))
+        finally:
+            mark.discard(waiter)

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The streams, events and device memory of the decode engine: bytes, never decisions.
+
+What orders what, of layer l with input buffer b (both ways, so that no byte is raced for):
+
+- writing new rows waits for the layer's last copy to the host, which reads the same rings;
+- misses wait for the choice of ids, for the attention and the install that used b last, and for
+  the layer's copies to the host of the steps before;
+- hits wait for the layer's install of the step before, and for the install that used b last;
+- the attention waits for the misses; the install for misses and hits;
+- a copy to the host waits for the writing of new rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.errors import fail
+from kvcore.offload.decode.layer_events import LayerEvents
+from kvcore.offload.decode.moves import (
+    Attend,
+    AttentionInput,
+    BatchMove,
+    MakeRows,
+    Ring,
+    RingServe,
+    RingStore,
+    RingWrite,
+    Tally,
+)
+from kvcore.offload.rows.device_pool import PoolOutput
+from kvcore.runtime.profile import COMPUTE, D2H, H2D, HBM
+
+if TYPE_CHECKING:
+    from kvcore.offload.decode.choice import Part
+    from kvcore.offload.decode.moves import Demand
+    from kvcore.offload.decode.request import DecodeRequest
+    from kvcore.offload.rows.full_lanes import FullLane
+    from kvcore.runtime import Device, Event, Stream
+
+__all__ = ["Launched", "Launcher", "ran"]
+
+#: How many launches each stream had.
+Launched = Sequence[tuple[Tally, int]]
+MAX_LAYER_US = 1e9  # a quarter of an hour
+
+
+class Launcher:
+    """See `DecodeEngine` for the arguments.
+
+    events: loads and saves by layer; streams: compute, h2d, side, d2h.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        lanes: Mapping[int, Sequence[FullLane]],
+        groups: Sequence[Sequence[int]],
+        *,
+        places: int,
+        topk: int,
+        recent_rows: int,
+        depth: int,
+        rows: MakeRows,
+        attend: Callable[[AttentionInput], object] | None,
+        layer_us: float | Callable[[int, int, int], float],
+        pace: bool,
+        compute: Stream | None,
+    ) -> None:
+        self._lanes = dict(lanes)
+        self._groups, self._pace = groups, pace
+        self._make, self._attend, self._layer_us = rows, attend, layer_us
+        first = next(iter(lanes.values()))
+        self._row_bytes = sum(lane.row_bytes for lane in first)
+        self._num_lanes = len(first)
+        self._joined = all(lane.row_stride * lane.block_size == lane.block_stride for lane in first)
+        self._recent, self._topk, self._depth = recent_rows, topk, depth
+        self._link = H2D
+        if all(getattr(lane.owner, "space", "") == "device" for lane in first):
+            self._link = HBM
+        self._rings: dict[int, Ring] = {}
+        self._inputs: list[list[Any]] = []
+        # [buffer][place] the input of each lane
+        self._outs: list[list[PoolOutput]] = []
+        try:
+            if places:
+                for layer, full in lanes.items():
+                    self._rings[layer] = Ring(device, layer, full, places, recent_rows)
+                for _ in range(depth):
+                    self._inputs.append([])
+                    for lane in first:
+                        made = device.empty((places, topk, lane.row_bytes), "uint8")
+                        self._inputs[-1].append(made)
+                    inputs = self._inputs[-1]
+                    self._outs.append(
+                        [PoolOutput([lane[i] for lane in inputs]) for i in range(places)]
+                    )
+        except BaseException:
+            self.close()
+            raise
+        inputs = [buffer for buffers in self._inputs for buffer in buffers]
+        self._owners = {
+            layer: (*ring.lanes, *(lane.owner for lane in ring.full), *inputs)
+            for layer, ring in self._rings.items()
+        }
+        self.streams: dict[str, Stream] = {
+            "compute": device.stream("compute") if compute is None else compute
+        }
+        for name in ("h2d", "side", "d2h"):
+            self.streams[name] = device.stream(name)
+        self._tallies = {name: Tally() for name in self.streams}
+        launched = [layer for group in groups for layer in group if pace or layer in lanes]
+        self.events = LayerEvents(device, launched)
+        self._installed = {layer: device.event() for layer in launched}
+        self._attended = [device.event() for _ in range(depth)]
+        self._drained = [device.event() for _ in range(depth)]
+        self._written, self._taken = device.event(), device.event()
+        self._turn = 0
+        self._origin_us = device.now
+        self._origin = self.streams["compute"].record_event()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        rings, self._rings = self._rings, {}
+        for ring in rings.values():
+            ring.close()
+        inputs, self._inputs = self._inputs, []
+        for buffers in inputs:
+            for buffer in buffers:
+                buffer.free()
+
+    @property
+    def is_open(self) -> bool:
+        """The device has not been left."""
+        return bool(self.streams["compute"].executor.is_open)
+
+    def launched(self) -> Launched:
+        """What was launched by now, for `ran`."""
+        return [(tally, tally.launched) for tally in self._tallies.values()]
+
+    def did_not_run(self, launched: Launched) -> bool:
+        """Nothing of it is under way, and some of it never ran; no restart has put that right."""
+        current = [launch for launch in launched if launch[0] in self._tallies.values()]
+        return not ran(current)
+
+    def copies_launched(self) -> Launched:
+        """Of that the copies to the host."""
+        return [(self._tallies["d2h"], self._tallies["d2h"].launched)]
+
+    def check_thread(self) -> None:
+        """Raise StreamError inside a host function of the device: it would wait for itself."""
+        executor = self.streams["compute"].executor
+        if executor.inside():
+            executor.check()
+
+    def marks(self) -> Sequence[Any]:
+        """A mark on each stream, behind everything launched."""
+        return [stream.mark() for stream in self.streams.values()]
+
+    def over(self, marks: Sequence[Any]) -> bool:
+        """Nothing before the marks runs any more; the host waits for nothing.
+
+        (A mark that was dropped says nothing of the operation that ran at that moment.)
+        """
+        return all(not mark.pending and (not mark.dropped or mark.queue.idle) for mark in marks)
+
+    def time_of(self, event: Event) -> float:
+        """Microseconds on the device's clock of an event of the computing stream, reached."""
+        return self._origin_us + self._origin.elapsed_time(event) * 1e3
+
+    def start_again(self) -> None:
+        """After a failure that all streams have reported: no event of the past holds work back.
+
+        What may still run of the past is before everything to come all the same.
+        """
+        self._tallies = {name: Tally() for name in self.streams}
+        compute = self.streams["compute"]
+        for name in ("h2d", "side", "d2h"):
+            compute.wait_stream(self.streams[name])
+        for layer in self.events.layers:
+            self.events.layer_loaded(layer, compute)
+            self.events.layer_saved(layer, compute)
+        for event in (*self._installed.values(), *self._attended, *self._drained):
+            event.record(compute)
+
+    # -- a step ---------------------------------------------------------------------------
+
+    def times(self, parts: Sequence[Part]) -> dict[int, float]:
+        """Microseconds of compute of each layer that a step will launch."""
+        if not parts:
+            return {}
+        tokens = sum(part.request.context + part.tokens for part in parts)
+        given, found = self._layer_us, {}
+        for layer in self.events.layers:
+            us = given(layer, len(parts), tokens) if callable(given) else given
+            number = isinstance(us, int | float) and not isinstance(us, bool)
+            if not number or not 0 <= us <= MAX_LAYER_US:
+                fail("layer_us", f"microseconds from 0 to {MAX_LAYER_US:.0e}", repr(us))
+            found[layer] = us
+        return found
+
+    def step(
+        self, number: int, parts: Sequence[Part], times: Mapping[int, float]
+    ) -> tuple[dict[str, Any], Event, Event]:
+        """Launch every layer; returns the fields of a `StepResult`, and the step's two events."""
+        compute = self.streams["compute"]
+        counts = dict.fromkeys(
+            ("hits", "misses", "recent", "hit_bytes", "h2d_bytes", "d2h_bytes", "rows",
+             "real_rows"), 0,
+        )  # fmt: skip
+        result: dict[str, Any] = {"number": number, "requests": {}, **counts}
+        tokens = sum(part.tokens for part in parts)
+        pieces = sum(self._pieces(part.send[0], part.host_rows) for part in parts)
+        sent = sum(len(part.host_rows) for part in parts)
+        real = [part for part in parts if part.request.real]
+        start = compute.record_event()
+        for index, group in enumerate(self._groups):
+            hits, misses, recent = (sum(part.rows[index][i] for part in parts) for i in range(3))
+            result["hits"] += hits * len(group)
+            result["misses"] += misses * len(group)
+            result["recent"] += recent * len(group)
+            moved = sum(sum(part.rows[index]) for part in real)
+            result["rows"] += (hits + misses + recent) * len(group)
+            result["real_rows"] += moved * sum(layer in self._lanes for layer in group)
+            layers = [x for x in group if self._pace or x in self._lanes] if parts else []
+            loaded = 0
+            for place, layer in enumerate(layers):
+                own = real if layer in self._lanes else []
+                self._write(layer, own, tokens)
+                # Launched ahead, into every buffer whose last user is launched already: a host
+                # that launches one by one must not be what the next layer's misses wait for.
+                while loaded < min(place + self._depth, len(layers)):
+                    self._load(layers[loaded], real, index, misses, loaded - place, loaded == 0)
+                    loaded += 1
+                self._serve(layer, own, index, hits + recent)
+                self._attention(layer, own, index, times[layer])
+                self._install(layer, own, index, misses)
+                self._save(layer, own, sent, pieces)
+                self._turn = (self._turn + 1) % self._depth
+        for kind, row in (("hit_bytes", "hits"), ("h2d_bytes", "misses")):
+            result[kind] = result[row] * self._row_bytes
+        result["d2h_bytes"] = sent * self._row_bytes * sum(map(len, self._groups))
+        return result, start, compute.record_event() if parts else start
+
+    def _write(self, layer: int, parts: Sequence[Part], tokens: int) -> None:
+        compute = self.streams["compute"]
+        self.events.wait_for_layer_save(layer, compute)
+        moves = []
+        arrays: tuple[Any, ...] = ()
+        if parts:
+            ring = self._rings[layer]
+            who = [(part.request, part.request.context, part.tokens) for part in parts]
+            moves.append(RingWrite(ring, self._make, who))
+            arrays = tuple(ring.lanes)
+        self._launch(
+            "compute", self._move(f"write {layer}", moves, arrays, HBM, tokens, twice=True)
+        )
+        self._written.record(compute)
+
+    def _load(
+        self,
+        layer: int,
+        parts: Sequence[Part],
+        group: int,
+        misses: int,
+        ahead: int,
+        first: bool,
+    ) -> None:
+        h2d, turn = self.streams["h2d"], (self._turn + ahead) % self._depth
+        if first:
+            h2d.wait_event(self._written)  # and the choice of ids
+        for event in (self._attended[turn], self._drained[turn]):
+            if event.recorded:
+                h2d.wait_event(event)
+        self.events.wait_for_layer_save(layer, h2d)
+        moves = []
+        for i, part in enumerate(parts if layer in self._lanes else ()):
+            pool = part.request.pools[group]
+            out = self._out(turn, i)
+            moves.append(pool.plan_misses(part.chosen[group].selection, layer, out))
+        if moves or misses:
+            name = f"misses {layer}"
+            move = self._move(name, moves, self._touching(layer), self._link, misses)
+            self._launch("h2d", move)
+        self.events.layer_loaded(layer, h2d)
+
+    def _serve(self, layer: int, parts: Sequence[Part], group: int, count: int) -> None:
+        compute, turn = self.streams["compute"], self._turn
+        for event in (self._installed[layer], self._drained[turn]):
+            if event.recorded:
+                compute.wait_event(event)
+        moves: list[Any] = []
+        for i, part in enumerate(parts):
+            request, chosen, out = part.request, part.chosen[group], self._out(turn, i)
+            moves.append(request.pools[group].plan_hits(chosen.selection, layer, out))
+            if (chosen.in_ring >= 0).any():
+                moves.append(RingServe(self._rings[layer], request, chosen.in_ring, out.arrays))
+        if moves or count:
+            name = f"hits {layer}"
+            move = self._move(name, moves, self._touching(layer), HBM, count, twice=True)
+            self._launch("compute", move)
+        self._taken.record(compute)
+
+    def _attention(self, layer: int, parts: Sequence[Part], group: int, us: float) -> None:
+        compute, turn = self.streams["compute"], self._turn
+        self.events.wait_for_layer_load(layer, compute)
+        if self._attend is not None and parts:
+            given = AttentionInput(layer)
+            for i, part in enumerate(parts):
+                chosen = part.chosen[group]
+                given.add(part.request.name, chosen.ids, chosen.index, self._out(turn, i).arrays)
+            arrays = tuple(self._inputs[turn])
+            move = BatchMove(f"attend {layer}", [Attend(self._attend, given)], arrays, [], 0)
+            self._launch("compute", move)
+        if us:
+            compute.compute(us, f"layer {layer}")
+        self._attended[turn].record(compute)
+
+    def _install(self, layer: int, parts: Sequence[Part], group: int, misses: int) -> None:
+        side, turn = self.streams["side"], self._turn
+        self.events.wait_for_layer_load(layer, side)
+        side.wait_event(self._taken)
+        moves = []
+        for i, part in enumerate(parts):
+            pool = part.request.pools[group]
+            out = self._out(turn, i)
+            moves.append(pool.plan_install(part.chosen[group].selection, layer, out))
+        if moves or misses:
+            name = f"install {layer}"
+            move = self._move(name, moves, self._touching(layer), HBM, misses, twice=True)
+            self._launch("side", move)
+        self._installed[layer].record(side)
+        self._drained[turn].record(side)
+
+    def _save(self, layer: int, parts: Sequence[Part], sent: int, pieces: int) -> None:
+        if not sent:
+            return
+        d2h = self.streams["d2h"]
+        moves = [
+            RingStore(self._rings[layer], part.request, part.send[0], part.host_rows)
+            for part in parts
+            if len(part.host_rows)
+        ]
+        d2h.wait_event(self._written)
+        self._launch_save(layer, moves, sent, pieces)
+
+    def _launch_save(self, layer: int, moves: list[Any], sent: int, pieces: int) -> None:
+        d2h = self.streams["d2h"]
+        demands: list[Demand] = [
+            (HBM if self._link == HBM else D2H, sent * self._row_bytes, pieces * self._num_lanes)
+        ]
+        if self._link != HBM:
+            demands.append((HBM, sent * self._row_bytes, pieces * self._num_lanes))
+        arrays = self._touching(layer)
+        self._launch(
+            "d2h", BatchMove(f"save {layer}", moves, arrays, demands, sent * self._row_bytes)
+        )
+        self.events.layer_saved(layer, d2h)
+
+    def flush(self, request: DecodeRequest, first: int, host_rows: NDArray[np.int64]) -> int:
+        """Send positions from ``first`` on to the host, in every layer; returns the bytes."""
+        written = self.streams["compute"].record_event()
+        self.streams["d2h"].wait_event(written)
+        pieces = self._pieces(first, host_rows)
+        for layer in self.events.layers:
+            moves = []
+            if request.real and layer in self._rings:
+                moves.append(RingStore(self._rings[layer], request, first, host_rows))
+            self._launch_save(layer, moves, len(host_rows), pieces)
+        return len(host_rows) * self._row_bytes * sum(map(len, self._groups))
+
+    # -- parts ----------------------------------------------------------------------------
+
+    def _out(self, turn: int, place: int) -> PoolOutput:
+        """A request's input of each lane, by its place among the step's real requests."""
+        return self._outs[turn][place]
+
+    def _touching(self, layer: int) -> tuple[Any, ...]:
+        """Owners of the memory that a layer's moves touch."""
+        return self._owners.get(layer, ())
+
+    def _launch(self, stream: str, move: BatchMove) -> None:
+        move.launch(self.streams[stream], self._tallies[stream])
+
+    def _move(
+        self,
+        name: str,
+        moves: Sequence[Any],
+        arrays: tuple[Any, ...],
+        resource: int,
+        rows: int,
+        *,
+        twice: bool = False,
+    ) -> BatchMove:
+        """One launch that moves so many rows: read and written on the device, or over the link."""
+        nbytes, pieces = rows * self._row_bytes, rows * self._num_lanes
+        demands: list[Demand] = [(resource, nbytes * (1 + twice), pieces)]
+        if resource == H2D:
+            demands.append((HBM, nbytes, pieces))
+        if name.startswith(("write", "hits")):
+            demands.append((COMPUTE, 0, pieces))  # kernels among those that compute
+        return BatchMove(name, moves, arrays, demands, nbytes)
+
+    def _pieces(self, first: int, host_rows: NDArray[np.int64]) -> int:
+        """Contiguous pieces, of each lane, of a copy from the ring to these rows."""
+        if not len(host_rows):
+            return 0
+        slots = np.arange(first, first + len(host_rows)) % self._recent
+        apart = (np.diff(host_rows) != 1) | (np.diff(slots) != 1)
+        if not self._joined:
+            size = next(iter(self._lanes.values()))[0].block_size
+            apart |= host_rows[1:] % size == 0
+        return 1 + int(np.count_nonzero(apart))
+
+
+def ran(launched: Launched) -> bool:
+    """All of it ran, and none failed: only once nothing of it is under way any more."""
+    return all(tally.ran >= number for tally, number in launched)

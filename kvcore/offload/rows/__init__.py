@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that sparse attention selects: kept on the device, read from the full cache on the host."""

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lab behind ``kvcore replay``: request traces served on this machine, and what that cost.
+
+    traces     requests, their tokens and the rows they choose: read from files or generated
+    models     models as data: what a token keeps, and what a step costs
+    serving    what is scheduled, and what is really moved
+    clock      times of steps from figures, without running them
+    report     what a replay found: data, tables, pages, comparisons
+    options    what a replay is asked to do; sweep: many of them
+
+Names are imported when they are asked for, so that the command line starts without an event loop.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcore.replay.models.profile import MODELS, ModelFigure, ModelProfile, ModelShape
+    from kvcore.replay.options import OffloadOptions
+    from kvcore.replay.report.offloaded import OffloadReport
+    from kvcore.replay.report.resident import Mismatch, ReplayReport
+    from kvcore.replay.serving.caches import LAYOUTS, PagedCaches
+    from kvcore.replay.serving.offloaded import OffloadReplay
+    from kvcore.replay.serving.resident import Replay, slot_mapping
+    from kvcore.replay.serving.scheduler import Scheduler
+    from kvcore.replay.traces.ids import hit_rate, read_ids, write_ids
+    from kvcore.replay.traces.reader import TraceRequest, read_trace
+    from kvcore.replay.traces.synthetic import generate_trace
+    from kvcore.replay.traces.synthetic_ids import ScoreModel, TurnoverIds, score_trace
+
+#: Module -> the names that it has for users.
+_HOMES = {
+    "models.profile": ("MODELS", "ModelFigure", "ModelProfile", "ModelShape"),
+    "options": ("OffloadOptions",),
+    "report.offloaded": ("OffloadReport",),
+    "report.resident": ("Mismatch", "ReplayReport"),
+    "serving.caches": ("LAYOUTS", "PagedCaches"),
+    "serving.offloaded": ("OffloadReplay",),
+    "serving.resident": ("Replay", "slot_mapping"),
+    "serving.scheduler": ("Scheduler",),
+    "traces.ids": ("hit_rate", "read_ids", "write_ids"),
+    "traces.reader": ("TraceRequest", "read_trace"),
+    "traces.synthetic": ("generate_trace",),
+    "traces.synthetic_ids": ("ScoreModel", "TurnoverIds", "score_trace"),
+}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "LAYOUTS",
+    "MODELS",
+    "Mismatch",
+    "ModelFigure",
+    "ModelProfile",
+    "ModelShape",
+    "OffloadOptions",
+    "OffloadReplay",
+    "OffloadReport",
+    "PagedCaches",
+    "Replay",
+    "ReplayReport",
+    "Scheduler",
+    "ScoreModel",
+    "TraceRequest",
+    "TurnoverIds",
+    "generate_trace",
+    "hit_rate",
+    "read_ids",
+    "read_trace",
+    "score_trace",
+    "slot_mapping",
+    "write_ids",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of an offloaded replay, as data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvcore.replay.clock.step_clock import StepTimes
+from kvcore.replay.models.profile import ModelProfile
+from kvcore.replay.options import PREFILL_SOURCE, PREFILL_TOKENS_PER_S, OffloadOptions
+from kvcore.replay.report.resident import Mismatch
+from kvcore.replay.serving.scheduler import Counters
+from kvcore.runtime.profile import DeviceProfile
+
+__all__ = ["OffloadReport", "OffloadTotals", "Timeline"]
+
+#: Figures of a device that a step's transfers rest on.
+TRANSFER_FIGURES = (
+    "hbm_bandwidth", "hbm_latency", "hbm_descriptor", "h2d_bandwidth", "h2d_latency",
+    "h2d_descriptor", "launch_cost", "event_cost",
+)  # fmt: skip
+POINTS = 512
+
+
+class Timeline:
+    """Steps over time, in at most ``2 * POINTS`` points: as they fill up, two become one.
+
+    A point: end in us, steps, us a step, hit rate, batch, host blocks in use.
+    """
+
+    def __init__(self) -> None:
+        self._points: list[list[float]] = []
+        self._each = 1
+
+    def add(self, now_us: float, us: float, hit_rate: float, batch: int, blocks: int) -> None:
+        """Note one step."""
+        new = [now_us, 1.0, us, hit_rate, float(batch), float(blocks)]
+        if self._points and self._points[-1][1] < self._each:
+            self._points[-1] = _joined(self._points[-1], new)
+            return
+        if len(self._points) == 2 * POINTS:
+            pairs = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points = [_joined(a, b) for a, b in pairs]
+            self._each *= 2
+        self._points.append(new)
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """A list a column."""
+        names = ("end_us", "steps", "step_us", "hit_rate", "batch", "host_blocks")
+        return {name: [p[i] for p in self._points] for i, name in enumerate(names)}
+
+
+def _joined(a: list[float], b: list[float]) -> list[float]:
+    n = a[1] + b[1]
+    return [b[0], n, *((x * a[1] + y * b[1]) / n for x, y in zip(a[2:], b[2:], strict=True))]
+
+
+@dataclass(slots=True)
+class OffloadTotals:
+    """Sums over a run; rows are a token in a layer; times are microseconds of the model.
+
+    decode_us:   of the steps that decode; compute_us, serve_us, exposed_us, link_us: see
+                 `StepTimes`; assumed_compute_us: the part of compute that is assumed.
+    accepted:    tokens generated; written: drafts that did not stand included.
+    """
+
+    steps: int = 0
+    request_steps: int = 0
+    accepted: int = 0
+    written: int = 0
+    hits: float = 0.0
+    misses: float = 0.0
+    recent: float = 0.0
+    real_rows: int = 0
+    decode_us: float = 0.0
+    compute_us: float = 0.0
+    assumed_compute_us: float = 0.0
+    serve_us: float = 0.0
+    exposed_us: float = 0.0
+    link_us: float = 0.0
+    prefill_us: float = 0.0
+    idle_us: float = 0.0
+    end_us: float = 0.0
+    h2d_bytes: float = 0.0
+    d2h_bytes: float = 0.0
+    hit_bytes: float = 0.0
+    prefill_bytes: int = 0
+    received_bytes: int = 0
+    copied_bytes: int = 0
+    aborted: int = 0
+    peak_device_bytes: int = 0
+    peak_host_blocks: int = 0
+    busy: dict[str, float] = field(default_factory=dict)
+
+    def add_step(
+        self,
+        us: float,
+        times: StepTimes,
+        batch: int,
+        accepted: int,
+        written: int,
+        rows: tuple[float, float, float],
+        row_bytes: int,
+        num_layers: int,
+        compute_us: float,
+    ) -> None:
+        """Add one step; rows: hits, misses, recent, over all layers."""
+        self.steps += 1
+        self.request_steps += batch
+        self.accepted += accepted
+        self.written += written
+        self.hits += rows[0]
+        self.misses += rows[1]
+        self.recent += rows[2]
+        self.decode_us += us
+        self.compute_us += compute_us
+        self.serve_us += times.serve_us
+        self.exposed_us += times.exposed_us
+        self.link_us += times.link_us
+        self.hit_bytes += rows[0] * row_bytes
+        self.h2d_bytes += rows[1] * row_bytes
+        self.d2h_bytes += written * row_bytes * num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadReport:
+    """What an offloaded replay did and what it would have taken."""
+
+    model: ModelProfile
+    device: DeviceProfile
+    options: OffloadOptions
+    pool_entries: int
+    total_requests: int
+    finished_requests: int
+    total_tokens: int
+    counters: Counters
+    host_capacity: int
+    totals: OffloadTotals
+    timeline: Timeline
+    verified_samples: int
+    mismatches: tuple[Mismatch, ...]
+    elapsed_ns: int
+    interrupted: bool
+
+    @property
+    def ok(self) -> bool:
+        """True when every sample held what was written."""
+        return not self.mismatches
+
+    @property
+    def rows(self) -> float:
+        """Rows of all selections, real or not."""
+        return self.totals.hits + self.totals.misses + self.totals.recent
+
+    @property
+    def real_share(self) -> float:
+        """Share of the rows that were really moved."""
+        return self.totals.real_rows / self.rows if self.rows else 0.0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the rows asked of the pools that they held; None before any."""
+        asked = self.totals.hits + self.totals.misses
+        return self.totals.hits / asked if asked else None
+
+    @property
+    def step_us(self) -> float | None:
+        """Mean microseconds of a step that decodes."""
+        return self.totals.decode_us / self.totals.steps if self.totals.steps else None
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens generated by second of decoding, of the device."""
+        us = self.totals.decode_us
+        return self.totals.accepted / us * 1e6 if us else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens generated by second of the whole run, prefill and idle time included."""
+        return self.totals.accepted / self.totals.end_us * 1e6 if self.totals.end_us else None
+
+    @property
+    def overlap(self) -> float | None:
+        """Share of the link's busy time in decode that no layer waited for; None when idle."""
+        totals = self.totals
+        if not totals.link_us:
+            return None
+        return max(0.0, 1 - totals.exposed_us / totals.link_us)
+
+    @property
+    def assumed_share(self) -> float | None:
+        """Share of a step's time that rests on assumed figures of model or device."""
+        totals = self.totals
+        if not totals.decode_us:
+            return None
+        us = totals.assumed_compute_us
+        if any(self.device[key].basis == "assumed" for key in TRANSFER_FIGURES):
+            us += max(0.0, totals.decode_us - totals.compute_us)
+        return min(1.0, us / totals.decode_us)
+
+    @property
+    def prefill_basis(self) -> str:
+        """Where the prefill's speed comes from."""
+        rate = self.options.prefill_tokens_per_s
+        if rate is None:
+            return "none: prompts come from another device"
+        return PREFILL_SOURCE if rate == PREFILL_TOKENS_PER_S else "given"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, of types that JSON has."""
+        totals, counters, shape = self.totals, self.counters, self.model.shape
+        figures = {key: f.basis for key, f in self.model.figures.items()}
+        return {
+            "kind": "offload",
+            "fidelity": self.options.fidelity,
+            "model": {
+                "name": self.model.name,
+                "layers": self.model.layers,
+                "groups": len(self.model.groups),
+                "topk": self.model.topk,
+                "row_bytes": self.model.row_bytes,
+                "dtype": shape.dtype,
+                "basis": figures,
+            },
+            "device": self.device.name,
+            "options": {**asdict(self.options), "pool": self.pool_entries},
+            "prefill_basis": self.prefill_basis,
+            "requests": {
+                "total": self.total_requests,
+                "finished": self.finished_requests,
+                "aborted": totals.aborted,
+                "preempted": counters.preemptions,
+            },
+            "tokens": {
+                "total": self.total_tokens,
+                "prefill": counters.prefill_tokens,
+                "generated": totals.accepted,
+                "written_in_decode": totals.written,
+                "recomputed": counters.recomputed_tokens,
+                "prompt": counters.prompt_tokens,
+                "prefix_hit": counters.prefix_hit_tokens,
+            },
+            "hit_rate": self.hit_rate,
+            "rows": {
+                "hits": totals.hits,
+                "misses": totals.misses,
+                "recent": totals.recent,
+                "real": totals.real_rows,
+                "real_share": self.real_share,
+            },
+            "bytes": {
+                "h2d": totals.h2d_bytes,
+                "d2h_decode": totals.d2h_bytes,
+                "d2h_prefill": totals.prefill_bytes,
+                "received": totals.received_bytes,
+                "served_from_pools": totals.hit_bytes,
+                "copied_on_host": totals.copied_bytes,
+            },
+            "memory": {
+                "peak_device_bytes": totals.peak_device_bytes,
+                "peak_host_blocks": totals.peak_host_blocks,
+                "host_blocks": self.host_capacity,
+                "peak_host_bytes": totals.peak_host_blocks
+                * self.options.block_size
+                * self.model.row_bytes
+                * self.model.layers,
+            },
+            "steps": totals.steps,
+            "batch": totals.request_steps / totals.steps if totals.steps else 0.0,
+            "model_time_us": {
+                "all": totals.end_us,
+                "decode": totals.decode_us,
+                "prefill": totals.prefill_us,
+                "idle": totals.idle_us,
+                "step": self.step_us,
+                "compute": totals.compute_us,
+                "serve": totals.serve_us,
+                "exposed": totals.exposed_us,
+                "link": totals.link_us,
+            },
+            "tokens_per_s": {"decode": self.decode_tokens_per_s, "all": self.tokens_per_s},
+            "overlap": self.overlap,
+            "assumed_share": self.assumed_share,
+            "timeline": self.timeline.to_dict(),
+            "verified": {
+                "samples": self.verified_samples,
+                "mismatches": [asdict(mismatch) for mismatch in self.mismatches],
+            },
+            "seconds": self.elapsed_ns / 1e9,
+            "interrupted": self.interrupted,
+        }

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which request does what in the next step: continuous batching over a block pool.
+
+The rules, in the order in which a step applies them:
+
+1. Waiting requests are admitted in order of arrival, while the batch has room, the step has
+   prompt tokens left to give, and the pool has blocks for all the tokens that are known of the
+   head of the queue.  Blocks whose content is known are taken instead of computed: the later a
+   request looks, the more it finds.  Nobody overtakes.  One free block for each running
+   request, the new one included, is left as headroom, so that who was just preempted does not
+   come back to be preempted at once.  (Who runs alone needs none.)
+2. Every decoding request writes one token, the oldest first.  It may need a block: a new one
+   at a block's end, or a copy of one that it shares with another request; a share taken in
+   this very step counts, which is why admission comes first.  When the pool has none, the
+   *youngest* running request is preempted (it may be the one that asks): it gives its blocks
+   back and is computed again later, at the head of the queue.
+3. Prefill: at most ``chunk_tokens`` prompt tokens a step, the oldest first.
+
+Because the blocks of all known tokens are taken at admission, prefill cannot run out, and the
+oldest request always proceeds: it can have every block that younger ones hold, and it fits the
+pool alone (checked before work starts).  So every schedule ends.
+
+What was written becomes findable by others only after the step that wrote it (`commit`).
+
+The scheduler owns no bytes and no arrays but the block tables.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.errors import fail
+from kvcore.offload.blocks.pool import BlockPool
+from kvcore.offload.checks import check_integer
+from kvcore.replay.traces.content import block_keys
+from kvcore.replay.traces.reader import TraceRequest
+
+__all__ = ["Counters", "Running", "Scheduler", "Step"]
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request and how far it is.
+
+    row:         its row of the block tables while it runs.
+    blocks:      its blocks, by place.
+    known:       tokens to be there before it decodes: the prompt, and what it had generated
+                 when it was preempted.
+    written:     tokens whose bytes are in the cache; reached is the most there ever were.
+    prefix_hit:  tokens found in the cache when it was admitted last.
+    preemptions: times it was preempted.
+    """
+
+    request: TraceRequest
+    known: int
+    row: int = -1
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    written: int = 0
+    reached: int = 0
+    registered: int = 0
+    prefix_hit: int = 0
+    preemptions: int = 0
+
+    @property
+    def missing(self) -> int:
+        """Known tokens that are not in the cache yet."""
+        return max(0, self.known - self.written)
+
+    @property
+    def decoding(self) -> bool:
+        """True when all known tokens are in the cache and one more is to be written."""
+        return self.known <= self.written < self.request.total_tokens
+
+
+@dataclass(slots=True)
+class Step:
+    """What to do now: first the copies in order, then the writes of both kinds.
+
+    copies:    (source block, target block).
+    prefill:   (who, first position, number of tokens).
+    decode:    who writes the token at ``written``; tokens: how many from there on, a place each.
+    admitted, preempted: for whoever keeps state of its own per request.
+    """
+
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    prefill: list[tuple[Running, int, int]] = field(default_factory=list)
+    decode: list[Running] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    admitted: list[Running] = field(default_factory=list)
+    preempted: list[Running] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals of a schedule.
+
+    prompt_tokens:     of the requests admitted so far.
+    prefix_hit_tokens: those of them that were found in the cache instead of being computed.
+    prefill_tokens, decode_tokens: written for the first time.
+    recomputed_tokens: written again after a preemption; recovered_tokens were still in the
+                       cache then.
+    copies:            blocks copied because they were shared when one owner had to write.
+    The prefix hits and the tokens written for the first time add up to `seen_tokens`.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    recomputed_tokens: int = 0
+    recovered_tokens: int = 0
+    preemptions: int = 0
+    copies: int = 0
+
+    @property
+    def seen_tokens(self) -> int:
+        """Tokens of the trace that are, or were, in the cache."""
+        return self.prefix_hit_tokens + self.prefill_tokens + self.decode_tokens
+
+
+class Scheduler:
+    """Serves ``requests`` in their order over ``pool``.
+
+    tables: [rows, places] int64, block of each place of each running request (its ``row``); -1
+            where there is none.
+    drafts: tokens a request writes behind its next one in a step, of which `commit` is told how
+            many stand.  Fewer where it ends, or where the pool has no block: nobody gives way
+            for a draft.
+    before_preempt: called with a request that is about to give its blocks back.
+    Raises ParamInvalidError when a request cannot fit the pool even alone.
+    """
+
+    def __init__(
+        self,
+        requests: Iterable[TraceRequest],
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_batch: int,
+        chunk_tokens: int,
+        drafts: int = 0,
+        before_preempt: Callable[[Running], None] | None = None,
+    ) -> None:
+        self.pool = pool
+        self.drafts = check_integer("drafts", drafts, 0, 1023)
+        self._before_preempt = before_preempt
+        self.block_size = check_integer("block_size", block_size, 1)
+        self.max_batch = check_integer("max_batch", max_batch, 1)
+        self.chunk_tokens = check_integer("chunk_tokens", chunk_tokens, 1)
+        self.waiting = deque(Running(request, request.input_length) for request in requests)
+        self.running: list[Running] = []
+        self.counters = Counters()
+        self._refuse_what_cannot_fit()
+        places = max((self._blocks_for(w.request.total_tokens) for w in self.waiting), default=0)
+        num_rows = min(max_batch, len(self.waiting))
+        self.tables: NDArray[np.int64] = np.full((num_rows, places), -1, np.int64)
+        self._rows = list(range(num_rows - 1, -1, -1))
+        self._blocked_at: int | None = None
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _refuse_what_cannot_fit(self) -> None:
+        requests = (waiting.request for waiting in self.waiting)
+        largest = max(requests, key=lambda request: request.total_tokens, default=None)
+        if largest is None:
+            return
+        needed = self._blocks_for(largest.total_tokens)
+        if needed > self.pool.capacity:
+            fail(
+                f"request {largest.index}",
+                f"at most {self.pool.capacity} blocks of {self.block_size} tokens (the pool)",
+                f"{needed}: a prompt of {largest.input_length} tokens"
+                f" and {largest.output_length} to generate",
+            )
+
+    # -- a step ---------------------------------------------------------------------------
+
+    @property
+    def next_arrival_ms(self) -> float | None:
+        """When the head of the queue arrives (or has arrived); None without one."""
+        return self.waiting[0].request.timestamp_ms if self.waiting else None
+
+    def plan(self, now_ms: float | None = None) -> Step | None:
+        """The next step; None when every request has finished.  `commit` it before the next.
+
+        now_ms: who arrives later is not there yet; None: all are.
+        """
+        if not self.running and not self.waiting:
+            return None
+        step = Step()
+        self._admit(step, now_ms)
+        self._plan_decode(step)
+        self._plan_prefill(step)
+        self.counters.steps += 1
+        return step
+
+    def commit(self, step: Step, accepted: Sequence[int] | None = None) -> list[Running]:
+        """Note that the step's bytes are written; returns who has nothing left to write.
+
+        accepted: of each who decodes, how many of its tokens stand; None: one of each.
+        The finished still hold their blocks: `retire` each of them.
+        """
+        counters = self.counters
+        for running, start, count in step.prefill:
+            running.written = start + count
+            again = min(count, max(0, running.reached - start))
+            running.reached = max(running.reached, running.written)
+            counters.recomputed_tokens += again
+            counters.prefill_tokens += count - again
+            self._register(running)
+        stand = accepted if accepted is not None else [1] * len(step.decode)
+        for running, count in zip(step.decode, stand, strict=True):
+            running.written = running.reached = running.written + count
+        counters.decode_tokens += sum(stand)
+        return [r for r in self.running if r.written == r.request.total_tokens]
+
+    def retire(self, running: Running) -> None:
+        """Give a finished request's blocks back; whole prompt blocks stay findable."""
+        self.running.remove(running)
+        self._give_back(running)
+
+    # -- decode ---------------------------------------------------------------------------
+
+    def _plan_decode(self, step: Step) -> None:
+        place = 0
+        while place < len(self.running):
+            running = self.running[place]
+            if not running.decoding:
+                place += 1
+            elif self._can_write_next(running, step):
+                step.decode.append(running)
+                step.tokens.append(1 + (self._room(running) if self.drafts else 0))
+                place += 1
+            else:
+                # Younger ones have no part in this step yet, so the last can go; when this
+                # one is the last, it goes itself, and the loop ends.
+                self._preempt(self.running[-1], step)
+
+    def _can_write_next(self, running: Running, step: Step) -> bool:
+        place, row = divmod(running.written, self.block_size)
+        if place == len(running.blocks):
+            fresh = self.pool.allocate()
+            if fresh is None:
+                return False
+            running.blocks += fresh
+            self.tables[running.row, place] = fresh[0]
+            return True
+        # Most tokens land in a block that was private one token ago, but it may have been
+        # taken by a request of the same prompt since.
+        shared = running.blocks[place]
+        if self.pool.prepare_write(shared, row):
+            return True
+        fresh = self.pool.allocate()
+        if fresh is None:
+            return False
+        step.copies.append((shared, fresh[0]))
+        self.counters.copies += 1
+        running.blocks[place] = fresh[0]
+        self.tables[running.row, place] = fresh[0]
+        self.pool.release([shared])
+        return True
+
+    def _room(self, running: Running) -> int:
+        """Drafts that the request can write behind its next token, with blocks for them."""
+        more = min(self.drafts, running.request.total_tokens - running.written - 1)
+        needed = self._blocks_for(running.written + 1 + more) - len(running.blocks)
+        for _ in range(needed):
+            fresh = self.pool.allocate()
+            if fresh is None:
+                return len(running.blocks) * self.block_size - running.written - 1
+            self.tables[running.row, len(running.blocks)] = fresh[0]
+            running.blocks += fresh
+        return more
+
+    def _preempt(self, running: Running, step: Step) -> None:
+        if self._before_preempt is not None:
+            self._before_preempt(running)
+        self.running.remove(running)
+        self._register(running, everything=True)
+        self._give_back(running)
+        running.known = max(running.known, running.written)
+        running.written = running.registered = 0
+        running.preemptions += 1
+        self.waiting.appendleft(running)
+        self.counters.preemptions += 1
+        step.preempted.append(running)
+
+    def _give_back(self, running: Running) -> None:
+        # From the end: a prefix without its beginning is of no use to anybody.
+        self.pool.release(running.blocks[::-1])
+        self.tables[running.row] = -1
+        self._rows.append(running.row)
+        running.blocks = []
+        running.row = -1
+        self._blocked_at = None
+
+    # -- admission ------------------------------------------------------------------------
+
+    def _admit(self, step: Step, now_ms: float | None) -> None:
+        budget = self.chunk_tokens - sum(r.missing for r in self.running)
+        while self.waiting and len(self.running) < self.max_batch and budget > 0:
+            if self.running and self._blocked_at == self.pool.free:
+                return  # nothing has changed since the head of the queue did not fit
+            running = self.waiting[0]
+            if now_ms is not None and running.request.timestamp_ms > now_ms:
+                return
+            if not running.keys:
+                running.keys = block_keys(running.request, self.block_size, running.known)
+            hits = self.pool.match(running.keys)
+            needed = len(running.keys) - sum(self.pool.references(block) > 0 for block in hits)
+            headroom = len(self.running) + 1 if self.running else 0
+            if needed + headroom > self.pool.free:
+                self._blocked_at = self.pool.free
+                return
+            self.waiting.popleft()
+            self._start(running, hits)
+            budget -= running.missing
+            step.admitted.append(running)
+
+    def _start(self, running: Running, hits: list[int]) -> None:
+        self.pool.acquire(hits)
+        fresh = self.pool.allocate(len(running.keys) - len(hits))
+        assert fresh is not None  # counted in _admit
+        running.blocks = hits + fresh
+        running.row = self._rows.pop()
+        self.tables[running.row, : len(running.blocks)] = running.blocks
+        running.prefix_hit = min(len(hits) * self.block_size, running.known)
+        running.written = running.prefix_hit
+        running.registered = len(hits)
+        self.running.append(running)
+        counters = self.counters
+        if not running.preemptions:
+            counters.prompt_tokens += running.known
+        recovered = min(running.prefix_hit, running.reached)
+        counters.recovered_tokens += recovered
+        counters.prefix_hit_tokens += running.prefix_hit - recovered
+        running.reached = max(running.reached, running.prefix_hit)
+
+    # -- prefill --------------------------------------------------------------------------
+
+    def _plan_prefill(self, step: Step) -> None:
+        budget = self.chunk_tokens
+        for running in self.running:
+            if not budget:
+                return
+            count = min(running.missing, budget)
+            if count:
+                step.prefill.append((running, running.written, count))
+                budget -= count
+
+    def _register(self, running: Running, *, everything: bool = False) -> None:
+        """Make the blocks that are written findable.
+
+        While a request runs these are the blocks of its known tokens, each as it is completed;
+        what it generates can be met again by itself alone, so that is named (``everything``)
+        only when it is preempted.
+        """
+        written = running.written
+        if everything and written > running.known:
+            whole = running.known // self.block_size
+            before = running.keys[whole - 1] if whole else b""
+            running.keys[whole:] = block_keys(
+                running.request, self.block_size, written, first=whole, before=before
+            )
+            running.registered = min(running.registered, whole)
+        last = len(running.keys) if written >= running.known else written // self.block_size
+        for place in range(running.registered, last):
+            filled = min((place + 1) * self.block_size, written) - place * self.block_size
+            self.pool.register(running.blocks[place], running.keys[place], filled)
+        running.registered = last

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes and the ids of a trace's requests, as the decode engine asks for them.
+
+Everything is a function of the seed and of the request, never of who else is served: a run that
+has only some of the requests for real sees the same ids and bytes as one that has them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.replay.models.profile import ModelProfile
+from kvcore.replay.traces.content import TokenRows, content_words, expected_row, token_words
+from kvcore.replay.traces.reader import HASH_BLOCK_TOKENS, TraceRequest
+from kvcore.replay.traces.synthetic_ids import TurnoverIds
+
+__all__ = ["RequestRows"]
+
+#: What a draft that will be rejected holds instead of its token.
+REJECTED = np.uint64(0xA5A5_5A5A_0F0F_F0F0)
+
+
+class _Request:
+    __slots__ = ("ids", "request", "words", "wrong_from")
+
+    def __init__(self, request: TraceRequest, seed: int) -> None:
+        self.request = request
+        self.words = content_words(request, seed)
+        self.ids: dict[int, TurnoverIds] = {}
+        self.wrong_from = request.total_tokens
+
+
+class RequestRows:
+    """Rows and ids of the requests that are served for real.
+
+    overlap, reuse, distance: see `TurnoverIds`.
+    """
+
+    def __init__(self, model: ModelProfile, seed: int, max_tokens: int) -> None:
+        self._model, self._seed = model, seed
+        self._rows = TokenRows(model.layers, *model.shape.row_bytes, 1, seed)
+        self._requests: dict[int, _Request] = {}
+        self._lane_bytes = [n for n in model.shape.row_bytes if n]
+
+    def add(self, request: TraceRequest) -> None:
+        """Serve it from now on; nothing happens when it is served already."""
+        if request.index not in self._requests:
+            self._requests[request.index] = _Request(request, self._seed)
+
+    def drop(self, index: int) -> None:
+        """It is finished."""
+        self._requests.pop(index, None)
+
+    def reject_from(self, index: int, position: int) -> None:
+        """What is written at or past ``position`` in the next step will not stand."""
+        self._requests[index].wrong_from = position
+
+    def make(self, index: Any, layer: int, first: int, count: int) -> Sequence[NDArray[np.uint8]]:
+        """Rows of positions [first, first + count): a lane each, [count, row bytes]."""
+        of = self._requests[index]
+        positions = np.arange(first, first + count)
+        prompt = of.request.input_length
+        block = np.where(positions < prompt, positions // HASH_BLOCK_TOKENS, len(of.words) - 1)
+        words = token_words(of.words[block], positions)
+        words[positions >= of.wrong_from] ^= REJECTED
+        lanes = self._rows.make(layer, words)
+        return [lane for lane in lanes if lane.shape[1]]
+
+    def expected(self, index: int, layer: int, lane: int, position: int) -> bytes:
+        """What a token's row must hold, worked out one by one."""
+        request = self._requests[index].request
+        size = self._lane_bytes[lane]
+        return expected_row(request, position, layer, lane, size, self._seed)
+
+    def select(self, index: Any, group: int, tokens: int, queries: int) -> NDArray[np.int32]:
+        """int32 [queries, top-k] the ids of a step's queries in one group: the newest last."""
+        of = self._requests[index]
+        ids = of.ids.get(group)
+        if ids is None:
+            seed = int(np.random.SeedSequence([self._seed, index, group]).generate_state(1)[0])
+            ids = of.ids[group] = TurnoverIds(self._model.topk, seed=seed)
+        return np.stack([ids.next(tokens - queries + 1 + query) for query in range(queries)])
