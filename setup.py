@@ -6,7 +6,7 @@ Switches (environment variables, read at build time):
 KVCORE_DEBUG=1     bounds checks on every memoryview index and on every byte range a kernel
                    touches; slow, for tests.
 KVCORE_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer (run Python with the
-                   sanitizer runtime preloaded; see CONTRIBUTING.md).
+                   sanitizer runtime preloaded; see CONTRIBUTING.md); =thread: ThreadSanitizer.
 
 No -march flag is ever passed: a wheel runs on any CPU of its platform, and better instruction
 sets are chosen when the library is loaded.
@@ -39,16 +39,20 @@ INSTALLATION = Path("kvcore/emulator/installation")
 SHARED = "kvcore._cython_shared"
 
 
-def switch(name: str) -> bool:
+def switch(name: str, *more: str) -> str:
+    """What the variable says; empty for off."""
     value = os.environ.get(name, "0")
-    if value not in ("", "0", "1"):
-        sys.exit(f"{name}: expected 0 or 1, got {value!r}")
-    return value == "1"
+    *known, last = ("0", "1", *more)
+    if value not in ("", *known, last):
+        sys.exit(f"{name}: expected {', '.join(known)} or {last}, got {value!r}")
+    return "" if value == "0" else value
 
 
-DEBUG = switch("KVCORE_DEBUG")
-SANITIZE = switch("KVCORE_SANITIZE")
-BUILD_BASE = "build/" + ("debug" if DEBUG else "release") + ("-sanitize" if SANITIZE else "")
+DEBUG = switch("KVCORE_DEBUG") == "1"
+SANITIZE = switch("KVCORE_SANITIZE", "thread")
+SUFFIX = {"": "", "1": "-sanitize", "thread": "-thread"}
+SANITIZERS = {"1": "-fsanitize=address,undefined", "thread": "-fsanitize=thread"}
+BUILD_BASE = "build/" + ("debug" if DEBUG else "release") + SUFFIX[SANITIZE]
 
 # The only table of directives; no module or function overrides it.
 DIRECTIVES = {
@@ -75,7 +79,7 @@ def extensions() -> list[Extension]:
     link_args = ["-pthread"]
     define: list[tuple[str, str | None]] = [("KVCORE_DEBUG", "1")] if DEBUG else []
     if SANITIZE:
-        sanitizers = "-fsanitize=address,undefined"
+        sanitizers = SANITIZERS[SANITIZE]
         # The first undefined operation ends the process, so that no test run can miss it.
         compile_args += [sanitizers, "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
         link_args.append(sanitizers)

@@ -142,11 +142,29 @@ def test_switches_choose_the_flags(sources: Path, switch: str) -> None:
     assert [flag for flag in flags if flag.startswith("-m")] == []
 
 
-@pytest.mark.parametrize("switch", ["KVCORE_DEBUG", "KVCORE_SANITIZE"])
-def test_a_switch_is_0_or_1(sources: Path, switch: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "sanitizers"), [("1", "address,undefined"), ("thread", "thread")]
+)
+def test_the_sanitizers_by_name(sources: Path, value: str, sanitizers: str) -> None:
+    (sources / "kvcore/_kernels/brand_new.pyx").touch()
+    made = extensions(sources, KVCORE_SANITIZE=value)["kvcore._kernels.brand_new"]
+    assert f"-fsanitize={sanitizers}" in made["extra_compile_args"]  # type: ignore[operator]
+    assert f"-fsanitize={sanitizers}" in made["extra_link_args"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("switch", "values"), [("KVCORE_DEBUG", "0 or 1"), ("KVCORE_SANITIZE", "0, 1 or thread")]
+)
+def test_a_switch_has_its_values(sources: Path, switch: str, values: str) -> None:
     done = run(sources, "setup.py", "--version", **{switch: "yes"})
     assert done.returncode == 1
-    assert done.stderr == f"{switch}: expected 0 or 1, got 'yes'\n"
+    assert done.stderr == f"{switch}: expected {values}, got 'yes'\n"
+
+
+def test_compiled_objects_are_not_pickled_by_generated_code(sources: Path) -> None:
+    # Cython's own pickling copies an object without what is in C.
+    text = (sources / "setup.py").read_text()
+    assert '"auto_pickle": False' in text
 
 
 # ---------------------------------------------------------------- no compiler
