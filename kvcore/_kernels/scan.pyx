@@ -129,8 +129,11 @@ cdef int by_value(const void* a, const void* b) noexcept nogil:
 
 
 cdef int distinct_by_sorting(const int64_t* values, int64_t n, int64_t* at) noexcept nogil:
-    cdef int64_t* pairs = <int64_t*>calloc(<size_t>n, 16)
+    cdef int64_t* pairs
     cdef int64_t i
+    if n < 2:  # which also tells the compiler that n is not negative
+        return DISTINCT
+    pairs = <int64_t*>calloc(<size_t>n, 16)
     if pairs == NULL:
         return NO_MEMORY
     for i in range(n):
