@@ -20,6 +20,7 @@ import numpy as np
 
 from kvcore import dtypes
 from kvcore._core import dlpack
+from kvcore._core.torch_storage import is_too_small
 from kvcore.errors import KVCoreError, ParamInvalidError, ParamNullError, fail
 
 __all__ = [
@@ -381,10 +382,14 @@ def _torch(tensor: Any, name: str) -> Reading:
         address = tensor.data_ptr()
         shape = tensor.shape
         strides = tuple([step * itemsize for step in tensor.stride()])
+        short = None if on_device or not address else is_too_small(tensor)
     except MemoryError:
         raise
     except Exception as error:  # nested, functional, fake tensors; a warning that is an error
         raise _unreadable(name, "tensor with memory of its own", error) from error
+    if short is not None:
+        size, needed = short
+        fail(name, f"a storage of at least {needed} bytes, which the tensor spans", size)
     return (address, shape, strides, row, itemsize, False, on_device, None, None)
 
 

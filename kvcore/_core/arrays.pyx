@@ -14,7 +14,7 @@ from libc.string cimport memset
 import numpy
 
 from kvcore import dtypes
-from kvcore._core import adopt, dlpack
+from kvcore._core import adopt, dlpack, torch_storage
 
 cdef extern from "../_core/ndarray.h":
     ctypedef struct kv_ndarray:
@@ -75,6 +75,13 @@ cdef kv_dl_exchange* tables[KNOWN]
 cdef bint table_is_torch[KNOWN]
 cdef int n_tables = 0
 cdef int dl_rows[16][4]  # row of dtypes.TABLE plus one, by DLPack code and log2(bits / 8)
+
+
+# How libtorch is asked about a tensor's storage; NULL: in Python. See torch_storage.py.
+ctypedef int (*storage_question)(void* tensor, int64_t* answer) noexcept
+cdef Py_ssize_t tensor_at = 0
+cdef storage_question storage_bytes_of = NULL
+cdef storage_question storage_offset_of = NULL
 
 
 cdef bint finish(View* view) noexcept:
@@ -197,7 +204,30 @@ cdef bint learn_exchange(type kind) except -1:
     tables[n_tables] = table
     table_is_torch[n_tables] = is_torch
     n_tables += 1
+    if is_torch:
+        learn_storage()
     return True
+
+
+cdef int learn_storage() except -1:
+    global tensor_at, storage_bytes_of, storage_offset_of
+    found = torch_storage.questions()
+    if found is not None:
+        tensor_at = found.tensor_at
+        storage_bytes_of = <storage_question><void*><size_t>found.storage_bytes
+        storage_offset_of = <storage_question><void*><size_t>found.storage_offset
+    return 0
+
+
+cdef bint is_stored(PyObject* obj, const View* view) noexcept:
+    """Whether the storage of a torch tensor, which can be made smaller, still holds the view."""
+    cdef int64_t size = 0, start = 0
+    cdef void* tensor = <char*>obj + tensor_at
+    if storage_bytes_of == NULL or view.low == view.high:
+        return True  # check_tensor() has asked, or there is nothing to hold
+    if storage_bytes_of(tensor, &size) != 0 or storage_offset_of(tensor, &start) != 0:
+        return False
+    return not kv_mul(start, view.itemsize, &start) and view.high <= size - start
 
 
 cdef int dl_dtype(const kv_dl_type* kind) noexcept:
@@ -238,7 +268,7 @@ cdef bint read_tensor(int row, PyObject* obj, View* view) noexcept:
         view.shape[i] = t.shape[i]
         if view.shape[i] < 0 or kv_mul(t.strides[i], view.itemsize, &view.strides[i]):
             return False
-    return finish(view)
+    return finish(view) and (not table_is_torch[row] or is_stored(obj, view))
 
 
 cdef int row_of(PyObject* kind) noexcept:
@@ -264,6 +294,8 @@ cdef int check_tensor(object obj, str name) except -1:
     if row < 0 or not table_is_torch[row]:
         return 0
     if obj.requires_grad or obj.is_neg():
+        adopt.read(obj, name)
+    elif storage_bytes_of == NULL and torch_storage.is_too_small(obj) is not None:
         adopt.read(obj, name)
     return 1
 
