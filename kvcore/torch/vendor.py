@@ -162,19 +162,19 @@ def _reshape_and_cache(
     slot_indices: Tensor,
 ) -> Call:
     mode = _cache_mode(key_cache, value_cache)
-    _warn_of_int64(soc, slot_indices=slot_indices)
     if value is None and value_cache is None and mode == "Norm" and _is_950(soc):
         # There ATB hands key only to ScatterPaCache, as ScatterPaKvCache does not take it.
-        return Call(kvcore.plan_scatter_pa_cache(key, key_cache, slot_indices, soc=soc))
-    return Call(
-        kvcore.plan_scatter_pa_kv_cache(
+        plan = kvcore.plan_scatter_pa_cache(key, key_cache, slot_indices, soc=soc)
+    else:
+        plan = kvcore.plan_scatter_pa_kv_cache(
             key, key_cache, slot_indices, value, value_cache, cache_mode=mode, soc=soc
         )
-    )
+    _warn_of_int64(soc, slot_indices=slot_indices)
+    return Call(plan)
 
 
 def _warn_of_int64(soc: Any, **tensors: Tensor | None) -> None:
-    """Warn of index tensors that ATB's operators do not have: theirs are int32."""
+    """Warn of an accepted call's index tensors that ATB does not have: its own are int32."""
     found = current() if soc is None else resolve(soc)
     if found is None:
         return
@@ -272,8 +272,7 @@ def _load_into(
     key: Tensor,
     value: Tensor,
 ) -> Call:
-    _warn_of_int64(soc, block_table=block_table, context_lens=context_lens, seq_starts=seq_starts)
-    return _gather(
+    call = _gather(
         soc,
         key_cache,
         value_cache,
@@ -284,6 +283,8 @@ def _load_into(
         seq_offset=seq_starts,
         is_seq_lens_cumsum=cumsum,
     )
+    _warn_of_int64(soc, block_table=block_table, context_lens=context_lens, seq_starts=seq_starts)
+    return call
 
 
 def _load(

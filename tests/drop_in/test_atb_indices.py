@@ -52,3 +52,13 @@ def test_tables_and_lengths_of_paged_cache_load(torch_npu: Any) -> None:
         call = lambda t=table, n=lengths: atb.npu_paged_cache_load(*caches, t, n)  # noqa: E731
         assert len(texts(call, "950")) == expected
         assert texts(call, None) == []
+
+
+def test_a_refused_call_is_not_warned_of(torch_npu: Any) -> None:
+    key, cache = torch.ones((2, 2, 32)), torch.zeros((2, 4, 2, 32))
+    slots = torch.tensor([3, 6])
+    with warnings.catch_warnings(), kvcore.use_soc("A3"):
+        warnings.simplefilter("error")
+        with pytest.raises(kvcore.ParamInvalidError, match="on A3"):
+            torch.ops.atb._npu_reshape_and_cache_siso(key, cache, slots)
+    assert not cache.any()

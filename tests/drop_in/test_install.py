@@ -229,7 +229,7 @@ def test_an_exception_inside_uninstalls_too() -> None:
 # ---------------------------------------------------------------- soc, device names
 def test_soc_holds_for_every_call() -> None:
     ns = types.ModuleType("torch_npu")
-    key, cache, where = torch.ones(1, 1, 8), torch.zeros(2, 4, 1, 8), torch.tensor([3])
+    key, cache, where = torch.ones(1, 1, 8), torch.zeros(2, 4, 1, 8), torch.tensor([3]).int()
     with kvcore.torch.install(ns, soc="A3"):
         for operator in (
             ns._npu_reshape_and_cache_siso,
@@ -252,7 +252,7 @@ def test_soc_holds_for_every_call() -> None:
 def test_key_only_on_the_950_is_scatter_pa_cache(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """ATB hands it on to that operator there: fp32 is fine, PA_NZ and a value of None are not."""
     ns = types.ModuleType("torch_npu")
-    key, cache, where = torch.ones(1, 1, 8), torch.zeros(2, 4, 1, 8), torch.tensor([3])
+    key, cache, where = torch.ones(1, 1, 8), torch.zeros(2, 4, 1, 8), torch.tensor([3]).int()
     if how == "KVCORE_SOC":
         monkeypatch.setenv("KVCORE_SOC", "950")
     with (

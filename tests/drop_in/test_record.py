@@ -147,7 +147,7 @@ def test_the_soc_is_part_of_a_call(tmp_path: Path) -> None:
     ns = types.ModuleType("torch_npu")
     with kvcore.torch.install(ns, soc="A3", record=tmp_path / "calls") as handle:
         key, cache = torch.ones(1, 1, 16).half(), torch.zeros(2, 4, 1, 16).half()
-        ns._npu_reshape_and_cache_siso(key, cache, torch.tensor([3]))
+        ns._npu_reshape_and_cache_siso(key, cache, torch.tensor([3]).int())
     assert b'"soc": "A3"' in handle.recorder.path.read_bytes()
     assert kvcore.torch.verify(handle.recorder.path).ok
 
@@ -382,7 +382,7 @@ def test_every_operator_but_swaps_is_recorded() -> None:
 def scatter(ns: Any, key: Any = None) -> None:
     key = torch.randn(3, 2, 16).half() if key is None else key
     cache = torch.zeros(4, 8, 2, 16).half()
-    ns._npu_reshape_and_cache_siso(key, cache, torch.arange(key.shape[0]))
+    ns._npu_reshape_and_cache_siso(key, cache, torch.arange(key.shape[0]).int())
 
 
 def test_threads_write_whole_records(tmp_path: Path) -> None:
