@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -415,3 +416,26 @@ def test_a_terminal_of_any_size(size: str) -> None:
             env={**os.environ, "COLUMNS": size, "LINES": size},
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_command_below_emulate_has_its_own_ctrl_c(capfd: pytest.CaptureFixture[str]) -> None:
+    """It is neither ignored there nor answered here."""
+    from kvcore.cli.commands import emulate
+
+    own = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    pressed = (
+        "import os, signal\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "try:\n    signal.raise_signal(signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n    raise SystemExit(7)\n"
+    )
+    ended = "import os; os.kill(os.getpid(), 15)"
+    outer = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        for program, code in ((own, 0), (pressed, 7), (ended, 143)):
+            assert emulate._run([sys.executable, "-c", program], dict(os.environ)) == code
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    finally:
+        signal.signal(signal.SIGINT, outer)
+    assert capfd.readouterr().out == "True\n"

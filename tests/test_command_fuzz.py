@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -11,8 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from kvcore.cli import commands
+
 TOOL = Path(__file__).parent / "tools" / "fuzz_command.py"
 CASES = 150
+
+
+def test_the_tool_knows_every_command() -> None:
+    names = {module.name for module in pkgutil.iter_modules(commands.__path__)}
+    program = f"import sys; sys.path.insert(0, {str(TOOL.parent)!r}); import fuzz_command as f; "
+    done = subprocess.run(
+        [sys.executable, "-c", program + "print(*f.OPTIONS)"], capture_output=True, text=True
+    )
+    assert set(done.stdout.split()) == names
 
 
 @pytest.mark.timeout(300)

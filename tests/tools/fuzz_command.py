@@ -65,6 +65,7 @@ OPTIONS = {
     "info": ["--json"],
     "bench": ["--json", "--list", "--seconds", "--save", "--compare"],
     "check": ["--log", "--operator", "--order", "--soc", "--json"],
+    "emulate": ["--soc", "--devices", "--memory", "--check"],
     "replay": [
         "--requests", "--seed", "--model", "--layers", "--num-heads", "--head-size",
         "--value-head-size", "--dtype", "--blocks", "--cache-mib", "--block-size", "--layout",

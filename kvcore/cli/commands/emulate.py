@@ -137,12 +137,16 @@ def _run(program: list[str], environ: dict[str, str]) -> int:
     if shutil.which(program[0], path=environ.get("PATH")) is None:
         tell(f"kvcore emulate: {program[0]}: command not found")
         return status.USAGE
-    # Ctrl-C reaches the command by itself: it decides how to end.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches the command by itself: it decides how to end.  A signal that is ignored here
+    # would be ignored there too; one with a handler is the command's as it always is.
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    if before[0] is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda number, _: None)
     try:
         with subprocess.Popen(program, env=environ, restore_signals=True) as child:
             signal.signal(signal.SIGTERM, lambda number, _: child.send_signal(number))
             code = child.wait()
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
     return 128 - code if code < 0 else code
