@@ -26,6 +26,7 @@ import kvcore
 from cancels import WAYS, Outcome, run
 from kvcore.errors import CaptureError, ParamInvalidError, StreamError
 from kvcore.offload import DecodeFailed, PrefillOffloader
+from kvcore.offload.decode_settle import Settlement
 from offload.decode_world import World, device
 
 pytestmark = pytest.mark.parametrize("anyio_backend", ["asyncio"])
@@ -480,6 +481,25 @@ async def test_a_failure_told_to_one_leave_is_no_success_to_the_other() -> None:
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(result) for result in results] == [DecodeFailed, DecodeFailed]
         assert [result.lost for result in results] == [{"a": 9}, {"b": 5}]
+        assert engine.requests == ("c",)
+        engine.close()
+
+
+async def test_a_wait_from_before_a_failure_puts_no_newcomer_out() -> None:
+    """One wait was told of the failure; another, begun before it, ends after a request came."""
+    async with device("wall") as dev:
+        world = Held(dev, 5)
+        engine = world.engine
+        world.begin()
+        world.breaks = True
+        late = Settlement(engine, None, None)
+        world.go.set()
+        with pytest.raises(DecodeFailed):
+            engine.preempt_blocking("a")
+        assert world.start("c", 3)
+        with late:
+            assert late.to_drain() == ()
+            late.end()
         assert engine.requests == ("c",)
         engine.close()
 
