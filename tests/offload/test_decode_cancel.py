@@ -639,12 +639,15 @@ def test_ctrl_c(how: str, times: int, anyio_backend: str) -> None:
             errors.seek(0)
             assert "interrupted\n" in lines, errors.read()
             states = [line for line in lines if line.startswith("(")]
-            assert len(states) == 1, lines
+            # (the second one can end the program before it prints)
+            assert len(states) == 1 or (times == 2 and not states), lines
             leaving, left = "('a',) ('a',)\n", "() ()\n"
-            early = lines.index(states[0]) < lines.index("over\n")
-            assert states[0] in ((leaving,) if early else (leaving, left)), lines
-            if how == "asyncio":  # the first is a cancel, the second ends the loop
-                assert times == 2 or (not early and states[0] == left), lines
+            for state in states:
+                early = lines.index(state) < lines.index("over\n")
+                assert state in ((leaving,) if early else (leaving, left)), lines
+                if how == "asyncio" and times == 1:  # a cancel
+                    assert not early, lines
+                    assert state == left, lines
             assert child.wait(50) == 0
         finally:
             child.kill()
