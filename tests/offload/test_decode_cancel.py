@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvcore.offload.decode_settle import Settlement
 
 import kvcore
 from cancels import WAYS, Outcome, run
 from kvcore.errors import CaptureError, ParamInvalidError, StreamError
 from kvcore.offload import DecodeFailed, PrefillOffloader
+from kvcore.offload.decode.settle import Settlement
 from offload.decode_world import World, device
 
 pytestmark = pytest.mark.parametrize("anyio_backend", ["asyncio"])
