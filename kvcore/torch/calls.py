@@ -97,8 +97,12 @@ class Call:
 
 
 def as_tensor(result: Any) -> Tensor:
-    """What a run returned as a tensor: a backend with memory of its own returns one already."""
-    return result if isinstance(result, Tensor) else torch.from_numpy(np.asarray(result))
+    """What a run returned as a tensor: a backend with memory of its own may return one already."""
+    if isinstance(result, Tensor):
+        return result
+    if isinstance(result, np.ndarray):
+        return torch.from_numpy(result)
+    return torch.from_dlpack(result)
 
 
 def ranges_of(tensor: Tensor) -> Any:
