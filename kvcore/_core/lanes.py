@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["NZ_BYTES", "Lane", "Level", "WindowLane", "join", "make_lane"]
+__all__ = ["NZ_BYTES", "Lane", "Level", "WindowLane", "join", "make_lane", "meant_strides"]
 
 #: Bytes of one FRACTAL_NZ column, for every dtype (32 // itemsize elements).
 NZ_BYTES = 32
@@ -49,6 +49,19 @@ class WindowLane(NamedTuple):
     page_step: int
     items: int
     item_bytes: int
+
+
+def meant_strides(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """The strides, with that of a contiguous array for each axis of one item.
+
+    No index moves along such an axis, so its own stride may be any number.
+    """
+    steps: list[int] = []
+    dense = itemsize
+    for size, step in zip(reversed(shape), reversed(strides), strict=True):
+        steps.append(dense if size == 1 else step)
+        dense = size * steps[-1]
+    return tuple(reversed(steps))
 
 
 def join(levels: Iterable[Level]) -> tuple[Level, ...]:

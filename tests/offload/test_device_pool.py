@@ -317,6 +317,30 @@ def test_bad_full_caches_are_refused() -> None:
             DevicePool(full, **sizes)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("odd", [0, 1, -5, 2**40])
+@pytest.mark.parametrize("shape", [(6, 1, 8), (1, 6, 8), (6, 8), (6, 2, 1), (1, 1, 1)])
+def test_strides_of_axes_of_one_mean_nothing(odd: int, shape: tuple[int, ...]) -> None:
+    """In the full cache, and in the array that takes one row."""
+
+    def oddly(array: Any) -> Any:
+        steps = [odd if n == 1 else s for n, s in zip(array.shape, array.strides, strict=True)]
+        return np.lib.stride_tricks.as_strided(array, strides=steps)
+
+    full = np.arange(1, 1 + int(np.prod(shape)), dtype=np.uint8).reshape(shape)
+    tokens = int(np.prod(shape[:-1]))
+    blocks = 1 if len(shape) == 2 else shape[0]
+    pool = DevicePool({0: (oddly(full),)}, capacity=1, topk=1, max_tokens=tokens)
+    pool.admit("a")
+    table = None if len(shape) == 2 else np.arange(blocks)
+    for token in (tokens - 1, 0):
+        whole = np.zeros((3, shape[-1]), np.uint8)
+        selection = pool.plan("a", np.array([token]), table)
+        pool.plan_serve(selection, 0, (oddly(whole[1:2]),)).run()
+        pool.plan_install(selection, 0, (oddly(whole[1:2]),)).run()
+        assert np.array_equal(whole[1], full.reshape(tokens, -1)[token])
+        assert not whole[::2].any()
+
+
 def test_flat_caches_of_any_dtype_and_odd_blocks() -> None:
     """Rows by id, strided; and blocks whose size is no power of two."""
     wide = np.arange(60 * 9, dtype=np.float32).reshape(60, 9)

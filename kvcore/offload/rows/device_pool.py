@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from kvcore import threads
 from kvcore._core import arrays, overlap
+from kvcore._core.lanes import meant_strides
 from kvcore._core.overlap import Access
 from kvcore._kernels import pool_rows
 from kvcore.errors import StreamError, fail
@@ -394,6 +395,9 @@ class PoolMove:
         self.skipped = False
         self._ran = False
         self._infos = output.infos
+        self._steps = [
+            meant_strides(info.shape, info.strides, info.itemsize) for info in output.infos
+        ]
         # What was passed may be resized before the move runs.
         self._held = [*output.held, *(lane.given for lane in layer.lanes)]
         for number, info in enumerate(output.infos):
@@ -409,15 +413,16 @@ class PoolMove:
             fail(name, f"[at least {n}, size]", info.shape)
         if info.shape[1] * info.itemsize != lane.row_bytes:
             fail(name, f"rows of {lane.row_bytes} bytes", info.shape[1] * info.itemsize)
-        if info.strides[1] != info.itemsize or info.strides[0] < lane.row_bytes:
+        row_step, step = self._steps[number]
+        if step != info.itemsize or row_step < lane.row_bytes:
             fail(name, "rows apart, their elements contiguous", info.strides)
         if self._kind != "install":
             if info.read_only:
                 fail(name, "an array that can be written", "a read-only one")
-            self._keep_apart(name, info, lane)
+            self._keep_apart(name, info, row_step, lane)
 
-    def _keep_apart(self, name: str, info: Any, lane: _Lane) -> None:
-        low, high = info.address, info.address + info.strides[0] * info.shape[0]
+    def _keep_apart(self, name: str, info: Any, row_step: int, lane: _Lane) -> None:
+        low, high = info.address, info.address + row_step * info.shape[0]
         held = lane.array.ctypes.data
         for other, start, end in (
             ("the full cache", lane.address, lane.end),
@@ -464,9 +469,9 @@ class PoolMove:
         self._check_order()
         n, kind, layer = len(selection.ids), self._kind, self._layer
         places, rows = selection.places(kind), self._rows()
-        for lane, info in zip(layer.lanes, self._infos, strict=True):
+        for lane, info, (row_step, _) in zip(layer.lanes, self._infos, self._steps, strict=True):
             array = lane.array
-            place = (info.address, info.strides[0], array.ctypes.data, lane.row_bytes)
+            place = (info.address, row_step, array.ctypes.data, lane.row_bytes)
             workers = _workers(rows * lane.row_bytes)
             if n and kind != "install":
                 pool_rows.serve(
@@ -520,7 +525,7 @@ class PoolMove:
             place = selection.places(self._kind)
             held = lane.array.ctypes.data + place[place >= 0].astype(np.int64) * lane.row_bytes
             used = np.flatnonzero(place >= (0 if self._kind == "install" else -1))
-            outs = info.address + used * info.strides[0]
+            outs = info.address + used * self._steps[number][0]
             pool_side = _access(f"pool[{number}]", lane.held, held, lane.row_bytes)
             out_side = _access(f"out[{number}]", self._out[number], outs, lane.row_bytes)
             if self._kind == "install":

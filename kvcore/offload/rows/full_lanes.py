@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore._core import arrays
+from kvcore._core.lanes import meant_strides
 from kvcore.errors import ParamInvalidError, fail
 from kvcore.offload.checks import check_integer
 
@@ -35,17 +36,18 @@ class FullLane:
         info = self.given.info
         if len(info.shape) not in (2, 3) or 0 in info.shape:
             fail(name, "rows [tokens, size] or blocks [blocks, block_size, size]", info.shape)
-        if info.strides[-1] != info.itemsize or min(info.strides) < 0:
+        strides = meant_strides(info.shape, info.strides, info.itemsize)
+        if strides[-1] != info.itemsize or min(strides) < 0:
             fail(name, "a contiguous last axis and no negative stride", info.strides)
         self.owner = full
         self.address = info.address
         self.read_only = info.read_only
         self.row_bytes = info.shape[-1] * info.itemsize
         self.block_size = info.shape[-2]
-        self.row_stride = info.strides[-2]
+        self.row_stride = strides[-2]
         self.flat = len(info.shape) == 2
         self.num_blocks = 1 if self.flat else info.shape[0]
-        self.block_stride = 0 if self.flat else info.strides[0]
+        self.block_stride = 0 if self.flat else strides[0]
 
     @property
     def end(self) -> int:
