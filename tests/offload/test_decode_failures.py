@@ -397,3 +397,39 @@ async def test_a_failure_that_somebody_else_was_told_of(
             assert world.start(request, tokens)
         world.compare(await world.launch(["a", "b"], {"a": 1, "b": 0}).wait())
         engine.close()
+
+
+def test_select_cannot_change_the_engine_that_asks_it() -> None:
+    """The step goes on as if nothing had been tried; looking at the engine is allowed."""
+    with kvcore.Device("A3", clock="model", race_check="raise") as dev:
+        tried: list[str] = []
+        table = np.arange(16, dtype=np.int32)
+
+        def select(request: Any, group: int, tokens: int) -> Any:
+            assert engine.context("a") == 4
+            assert engine.requests == ("a",)
+            for call in (
+                lambda: engine.launch(["a"]),
+                lambda: engine.admit("b", table, 4),
+                lambda: engine.accept("a", 1),
+                lambda: engine.invalidate("a", 2),
+                lambda: engine.preempt_blocking("a"),
+                lambda: engine.evict_blocking("a"),
+                lambda: engine.abort_blocking("a"),
+                lambda: engine.flush_blocking("a"),
+                lambda: engine.close(),
+            ):
+                with pytest.raises(StreamError, match=r"select\(\) to return ids and leave"):
+                    call()
+                tried.append("refused")
+            return np.arange(3)
+
+        engine = make(full_of(dev), dev, select=select)
+        engine.admit("a", table, 4)
+        engine.step_blocking(["a"])
+        assert tried
+        engine.accept("a", 1)
+        assert engine.context("a") == 5
+        assert engine.requests == ("a",)
+        engine.abort_blocking("a")
+        engine.close()

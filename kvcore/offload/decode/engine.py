@@ -145,6 +145,8 @@ class DecodeEngine:
         self._steps: set[DecodeStep] = set()
         self.totals = DecodeTotals()
         self._closed = self._ended = False
+        #: select() of a step under way is being asked.
+        self._choosing = False
         self._failure: BaseException | None = None  # found by close
         self._chooser = Chooser(
             len(self.groups), select=select, policy=writes, topk=topk, max_tokens=max_tokens,
@@ -218,6 +220,7 @@ class DecodeEngine:
         Raises ParamInvalidError when the batch is full.
         """
         self._check_open()
+        self._check_not_choosing()
         if request is None:
             raise ParamNullError("request: expected an identity, got None", argument="request")
         if type(real) is not bool:
@@ -321,6 +324,7 @@ class DecodeEngine:
         steps the same positions are written again.
         """
         state = self._state(request)
+        self._check_not_choosing()
         check_integer("tokens", tokens, 1)
         if tokens > state.end - state.context:
             fail("tokens", f"at most the {state.end - state.context} written", tokens)
@@ -331,6 +335,7 @@ class DecodeEngine:
     def invalidate(self, request: Hashable, from_pos: int) -> None:
         """Roll back: the request has ``from_pos`` tokens, which must not be more than it had."""
         state = self._state(request)
+        self._check_not_choosing()
         check_integer("from_pos", from_pos, 0, state.context)
         state.roll_back(from_pos)
         for pool in state.pools.values():
@@ -385,11 +390,16 @@ class DecodeEngine:
         """
         self._check_open()
         self._check_capture()
+        self._check_not_choosing()
         named = list(each_of("requests", requests))
         states = [self._state(request, f"requests[{i}]") for i, request in enumerate(named)]
         if len({id(state) for state in states}) != len(states):
             fail("requests", "each request once", named)
-        parts, exhausted, cut = self._chooser.plan(states, drafts, tuple(self._states.values()))
+        self._choosing = True
+        try:
+            parts, exhausted, cut = self._chooser.plan(states, drafts, tuple(self._states.values()))
+        finally:
+            self._choosing = False
         try:
             times = self._run.times(parts)
         except BaseException:
@@ -487,7 +497,17 @@ class DecodeEngine:
     def _check_may_wait(self) -> None:
         """Raise before anything is changed where no wait for the operations is possible."""
         self._check_capture()
+        self._check_not_choosing()
         self._run.check_thread()
+
+    def _check_not_choosing(self) -> None:
+        """Raise where ``select``, which a step that is being launched asks, calls back."""
+        if self._choosing:
+            raise StreamError(
+                "engine: expected select() to return ids and leave the engine as it is, got a call "
+                "that would change it",
+                argument="engine",
+            )
 
     def _check_capture(self) -> None:
         if any(stream.is_capturing for stream in self._run.streams.values()):
