@@ -15,8 +15,13 @@ from kvcore.files import write_whole
 __all__ = ["refuse_unwritable", "refuse_unwritable_folder", "write_json"]
 
 
-def refuse_unwritable(*paths: str | Path | None) -> None:
-    """Refuse files that cannot be written, before the work is done that they are for."""
+def refuse_unwritable(*paths: str | Path | None, reads: tuple[str | Path | None, ...] = ()) -> None:
+    """Refuse files that cannot be written, before the work is done that they are for.
+
+    Nor may one be a regular file that the command reads (``reads``), or that it writes already:
+    the second would take the place of the first.
+    """
+    taken = [Path(each) for each in reads if each is not None and each != "-"]
     for path in paths:
         if path is None or path == "-":
             continue
@@ -31,6 +36,11 @@ def refuse_unwritable(*paths: str | Path | None) -> None:
             needed.append(Path(os.path.realpath(target)).parent)
         if not all(os.access(each, os.W_OK) for each in needed):
             fail(str(path), "a file that can be written", "no permission")
+        if not target.exists() or target.is_file():
+            place = os.path.realpath(target)
+            if any(os.path.realpath(each) == place for each in taken):
+                fail(str(path), "a file of its own", "one that this command reads or writes too")
+            taken.append(target)
 
 
 def refuse_unwritable_folder(path: str | Path) -> None:

@@ -87,7 +87,7 @@ def run_offload(
         from kvcore.replay.report.html import check_plotly
 
         check_plotly()
-    refuse_unwritable(namespace.json, namespace.perfetto, namespace.html)
+    refuse_unwritable(namespace.json, namespace.perfetto, namespace.html, reads=(namespace.trace,))
     model = model_of(namespace)
     replay = OffloadReplay(requests, model, options_of(namespace, model, requests))
     with Interrupt() as interrupt, progress_of(namespace.progress) as progress:

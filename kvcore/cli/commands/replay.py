@@ -90,7 +90,7 @@ def _run_caches(namespace: argparse.Namespace) -> int:
     from kvcore.cli.progress import progress_of
     from kvcore.replay import Replay
 
-    refuse_unwritable(namespace.json)
+    refuse_unwritable(namespace.json, reads=(namespace.trace,))
     shape = _shape(namespace)
     num_blocks = _num_blocks(namespace, shape)
     source, requests = _requests(namespace)
