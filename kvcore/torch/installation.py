@@ -79,24 +79,24 @@ class Installation:
             call = operator.prepare(self.soc, *args, **keywords)
             if copies:
                 call.copies = (*copies, *call.copies)
-            if streams.postponing:
-                streams.postpone(call, operator.name, operator.names)
-                return call.returned
-            if streams.in_use:
+            in_use = streams.in_use
+            if in_use:
+                if streams.postponing:
+                    streams.postpone(call, operator.name, operator.names)
+                    return call.returned
                 streams.await_current()
-            plan = call.begin()
-            entry = None
+            entry, plan = None, call.begin()
             if self.recorder is not None and operator.recorded:
                 given = read(args, keywords)
                 entry = self.recorder.before(operator, self.soc, given, plan)
-            result = plan.run() if streams.in_use or copies else plan.run_at_once()
+            result = plan.run() if in_use or copies else plan.run_at_once()
         except KVCoreError as error:
             own = renamed(error, operator.names)
             if own is error:
                 raise
             raise own from None
         returned = call.deliver(result)
-        if streams.in_use:
+        if in_use:
             streams.show(call, operator.name)
         if entry is not None and self.recorder is not None:
             self.recorder.after(entry, returned)

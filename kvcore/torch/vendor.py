@@ -20,7 +20,7 @@ import kvcore
 from kvcore._core import portability
 from kvcore._core.arrays import read
 from kvcore.errors import ParamInvalidError, fail
-from kvcore.soc import current, resolve
+from kvcore.soc import SoC, current, resolve
 from kvcore.torch.calls import Call, PrivateCopy
 from kvcore.torch.formats import check_nd, is_nz
 from kvcore.torch.library import selection_lengths
@@ -169,18 +169,16 @@ def _reshape_and_cache(
         plan = kvcore.plan_scatter_pa_kv_cache(
             key, key_cache, slot_indices, value, value_cache, cache_mode=mode, soc=soc
         )
-    _warn_of_int64(soc, slot_indices=slot_indices)
+    if plan.soc is not None:
+        _warn_of_int64(plan.soc, slot_indices=slot_indices)
     return Call(plan)
 
 
-def _warn_of_int64(soc: Any, **tensors: Tensor | None) -> None:
+def _warn_of_int64(soc: SoC, **tensors: Tensor | None) -> None:
     """Warn of an accepted call's index tensors that ATB does not have: its own are int32."""
-    found = current() if soc is None else resolve(soc)
-    if found is None:
-        return
     for name, tensor in tensors.items():
         if getattr(tensor, "dtype", None) is torch.int64:
-            portability.warn(f"{found:s}: {name} is int64, and ATB's operators take int32 indices")
+            portability.warn(f"{soc:s}: {name} is int64, and ATB's operators take int32 indices")
 
 
 def _is_950(soc: Any) -> bool:
@@ -283,7 +281,13 @@ def _load_into(
         seq_offset=seq_starts,
         is_seq_lens_cumsum=cumsum,
     )
-    _warn_of_int64(soc, block_table=block_table, context_lens=context_lens, seq_starts=seq_starts)
+    if call.plan.soc is not None:
+        _warn_of_int64(
+            call.plan.soc,
+            block_table=block_table,
+            context_lens=context_lens,
+            seq_starts=seq_starts,
+        )
     return call
 
 
