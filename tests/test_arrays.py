@@ -7,6 +7,8 @@ import array as array_module
 import ctypes
 import gc
 import mmap
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -738,6 +740,22 @@ def test_torch_tensors_without_memory(torch: Any) -> None:
     refused("key", key=nested)
     jagged = torch.nested.nested_tensor([torch.zeros(2, 8), torch.zeros(3, 8)], layout=torch.jagged)
     refused("key", key=jagged)
+
+
+def test_the_first_tensors_of_a_process_are_looked_at(torch: Any) -> None:
+    """What a process knows of torch after its first call, it knows for all tensors of that call."""
+    program = """
+import torch, kvcore
+cache = torch.zeros(2, 4, 1, 8, requires_grad=True)
+try:
+    kvcore.scatter_pa_kv_cache(torch.ones(2, 1, 8), cache, torch.tensor([5, 0]))
+except kvcore.ParamInvalidError as error:
+    print(error.argument)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.returncode) == ("key_cache\n", 0), done.stderr
 
 
 def test_torch_parameters_without_grad(torch: Any) -> None:

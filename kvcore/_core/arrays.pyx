@@ -74,6 +74,7 @@ cdef PyObject* table_types[KNOWN]
 cdef kv_dl_exchange* tables[KNOWN]
 cdef bint table_is_torch[KNOWN]
 cdef int n_tables = 0
+cdef bint torch_is_known = False
 cdef int dl_rows[16][4]  # row of dtypes.TABLE plus one, by DLPack code and log2(bits / 8)
 
 
@@ -187,7 +188,7 @@ cdef int take(tuple reading, View* view) except -1:
 
 cdef bint learn_exchange(type kind) except -1:
     # A subclass may mean something else by its memory: the type must offer the table itself.
-    global n_tables
+    global n_tables, torch_is_known
     cdef bint is_torch = kind is adopt.torch_tensor_type()
     cdef kv_dl_exchange* table = NULL
     capsule = kind.__dict__.get("__dlpack_c_exchange_api__")
@@ -205,6 +206,7 @@ cdef bint learn_exchange(type kind) except -1:
     table_is_torch[n_tables] = is_torch
     n_tables += 1
     if is_torch:
+        torch_is_known = True
         learn_storage()
     return True
 
@@ -288,9 +290,13 @@ cdef int check_tensor(object obj, str name) except -1:
     """
     cdef type kind = type(obj)
     cdef int row
-    if n_tables == 0:
+    if <object>kind is NDARRAY:
         return 0
     row = row_of(<PyObject*>kind)
+    if row < 0 and not torch_is_known and n_tables < KNOWN and kind is adopt.torch_tensor_type():
+        # The first tensor of all: those behind it in its call are asked as tensors too.
+        learn_exchange(kind)
+        row = row_of(<PyObject*>kind)
     if row < 0 or not table_is_torch[row]:
         return 0
     if obj.requires_grad or obj.is_neg():

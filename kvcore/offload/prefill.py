@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcore._core import adopt, arrays
+from kvcore._core import adopt, arrays, overlap
 from kvcore.errors import StreamError, fail
 from kvcore.offload.checks import check_device, check_integer, check_stream, read_indices
 
@@ -86,6 +86,10 @@ class PrefillOffloader:
             for layer, lanes in full.items()
         }
         self._shape = _common_shape(self._full)
+        self._held = {
+            layer: [arrays.Held(lane, f"full[{layer}]") for lane in lanes]
+            for layer, lanes in self._full.items()
+        }
         self._device, self._copies = device, copies
         self.max_tokens, self.depth = max_tokens, depth
         self._stored: dict[int, Event] = {}
@@ -148,6 +152,8 @@ class PrefillOffloader:
         self._check_taken(staging)
         check_integer("first", first, 0)
         check_integer("count", count, 0, self.max_tokens)
+        for held in self._held[staging.layer]:
+            held.check()
         targets, sources, rows = self._pieces(staging, block_table, first, count)
         if self._sent[0] != staging.layer:
             self._sent = (staging.layer, set())
@@ -250,6 +256,7 @@ def _common_shape(
                 fail(f"full[{layer}]", "lanes [blocks, block_size, size]", info.shape)
             if info.read_only:
                 fail(f"full[{layer}]", "arrays that can be written", "a read-only one")
+            overlap.check_self(info)
         places = {info.shape[:2] for info in infos}
         if len(places) != 1:
             fail(f"full[{layer}]", "lanes of one block table", sorted(places))

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore._core import adopt, arrays
+from kvcore._core import adopt, arrays, overlap
 from kvcore.errors import KVCoreError, ParamInvalidError, fail
 from kvcore.runtime._storage import BufferCore, move
 from kvcore.runtime.memory import PAGEABLE, array_of, space_of
@@ -33,6 +34,8 @@ _BITS: dict[int, np.dtype[Any]] = {
     4: np.dtype("u4"),
     8: np.dtype("u8"),
 }
+#: Integers of ml_dtypes, which numpy does not know for integers.
+_NARROW = ("int2", "int4", "uint2", "uint4")
 Ranges = npt.NDArray[np.int64]
 Demand = tuple[int, float, int]
 Whole = tuple[tuple["Access", ...], tuple["Access", ...]]
@@ -365,6 +368,9 @@ def one_value(dtype: np.dtype[Any], value: Any) -> npt.NDArray[Any] | None:
             one = given.astype(dtype, casting="unsafe")
             if dtype.kind in "biu":
                 return one if bool(one == value) else None
+            if dtype.name in _NARROW:
+                # (compared as they are: numpy would bring the value to these types first)
+                return one if int(one[()]) == value else None
             if number and math.isfinite(value) and dtype.kind != "c":
                 seen = float(one)
                 # (types without an infinity have NaN, or their largest value, in its place)
@@ -399,6 +405,11 @@ def _pair(
             expected=d.shape,
         )
     _writable(d, dst_name)
+    if not d.flags.c_contiguous:
+        # What two elements would write is a matter of their order, which a copy does not promise.
+        shown = SimpleNamespace(name=dst_name, address=d.ctypes.data, itemsize=d.itemsize)
+        shown.shape, shown.strides = d.shape, d.strides
+        overlap.check_self(shown)
     return d, s
 
 

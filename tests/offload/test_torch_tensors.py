@@ -98,6 +98,59 @@ def test_prefill(kind: str) -> None:
         assert (raw_of(lane) == expected).all()
 
 
+@pytest.mark.parametrize("smaller", ["storage", "shape"])
+def test_prefill_into_a_tensor_that_shrank(smaller: str) -> None:
+    # (the storage of a tensor that numpy made, or has seen, keeps its size)
+    full = {layer: [torch.zeros((6, 4, 5), dtype=torch.bfloat16)] for layer in range(2)}
+    with kvcore.Device() as dev:
+        stream, copies = dev.stream(), dev.stream()
+        ring = PrefillOffloader(dev, full, max_tokens=8, copies=copies)
+        staging = ring.take(0, stream)
+        stream.fill(staging.lanes[0], 1.0)
+        if smaller == "storage":
+            full[0][0].untyped_storage().resize_(64)
+        else:
+            full[0][0].resize_(1, 4, 5)
+        with pytest.raises(kvcore.ParamInvalidError, match=r"^full\[0\]: expected"):
+            ring.hand_over(staging, torch.arange(6), first=0, count=8)
+        ring.put_back(staging)
+        staging = ring.take(1, stream)
+        stream.fill(staging.lanes[0], 1.0)
+        ring.hand_over(staging, torch.arange(6), first=0, count=8)
+        copies.synchronize_blocking()
+        ring.close()
+    assert (full[1][0].view(24, 5)[:8] == 1).all()
+
+
+@pytest.mark.parametrize("strides", [(0, 5, 1), (10, 5, 1), (20, 0, 1)])
+def test_full_caches_whose_rows_share_bytes(strides: tuple[int, ...]) -> None:
+    """Refused where they are written; a pool reads them like any other."""
+    folded = cache("bfloat16", 1, 120)[0].as_strided((6, 4, 5), strides)
+    spread = torch.zeros(300, dtype=torch.bfloat16).as_strided((6, 4, 5), (5, 40, 1))
+    with kvcore.Device() as dev:
+        match = r"^full\[0\]: expected elements with bytes of their own"
+
+        def ring(full: Any) -> None:
+            copies = dev.stream()
+            PrefillOffloader(dev, {0: [full]}, max_tokens=8, copies=copies).close()
+
+        def engine(full: Any) -> None:
+            DecodeEngine(
+                dev, {0: [full]}, groups=((0,),), max_batch=1, max_tokens=16, topk=4,
+                select=lambda *_: np.arange(4), rows=lambda *_: [], layer_us=1.0,
+            ).close()  # fmt: skip
+
+        for make in (ring, engine):
+            make(spread)
+            with pytest.raises(kvcore.ParamInvalidError, match=match):
+                make(folded)
+    pool = DevicePool({0: [folded]}, capacity=8, topk=4, max_tokens=24)
+    pool.admit("a")
+    out = [torch.zeros(4, 5, dtype=torch.bfloat16)]
+    pool.serve(pool.plan("a", np.arange(4), block_table=np.arange(6)), 0, out)
+    assert (raw_of(out[0]) == raw_of(folded[0].contiguous())).all()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_selection(kind: str, on_device: bool) -> None:

@@ -193,3 +193,52 @@ def test_the_runtime_does_not_bring_torch() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("batch", [False, True])
+async def test_a_target_whose_elements_share_bytes(torch: Any, clock: str, batch: bool) -> None:
+    """A copy into it is refused, and nothing is written; it may be read, and filled."""
+    storage = torch.zeros(64, dtype=torch.bfloat16)
+    source = random_tensor(torch, "bfloat16", 4, 6)
+    folded = [storage.as_strided((4, 6), strides) for strides in ((0, 1), (3, 1), (6, 0))]
+    apart = storage.as_strided((4, 6), (1, 9))
+
+    def copy(stream: Any, buffer: Any, target: Any) -> None:
+        if batch:
+            stream.copy_batch([buffer, target], [source, source])
+        else:
+            stream.copy(target, source)
+
+    async with device(clock) as dev:
+        stream, buffer = dev.stream(), dev.empty((4, 6), "bfloat16")
+        for target in folded:
+            match = r"^dst.*: expected elements with bytes of their own"
+            with pytest.raises(kvcore.ParamInvalidError, match=match):
+                copy(stream, buffer, target)
+        await stream.synchronize()
+        assert not bits_of(storage).any()
+        stream.copy(apart, source)
+        stream.copy(buffer, folded[1])
+        await stream.synchronize()
+        assert (bits_of(apart) == bits_of(source)).all()
+        shown = np.asarray(buffer).view(np.uint8).reshape(4, 6, 2)
+        assert (shown == bits_of(folded[1])).all()
+        stream.fill(folded[0], 1.5)
+        await stream.synchronize()
+    assert (storage[:6] == 1.5).all()
+
+
+@pytest.mark.parametrize("kind", ["int4", "uint4"])
+async def test_values_that_integers_of_four_bits_do_not_have(clock: str, kind: str) -> None:
+    low, high = (-8, 7) if kind == "int4" else (0, 15)
+    async with device(clock) as dev:
+        stream, buffer = dev.stream(), dev.empty((3,), kind)
+        for value in (low, high, float(high), True):
+            stream.fill(buffer, value)
+            await stream.synchronize()
+            assert np.asarray(buffer).astype(np.int64).tolist() == [int(value)] * 3
+        for bad in (low - 1, high + 1, 1.5, float("nan"), float("inf"), 300):
+            with pytest.raises(kvcore.ParamInvalidError, match=f"value: .* type {kind}, got"):
+                stream.fill(buffer, bad)
+        await stream.synchronize()
+        assert np.asarray(buffer).astype(np.int64).tolist() == [1, 1, 1]

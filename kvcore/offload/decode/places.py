@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvcore._core import overlap
 from kvcore.errors import fail
 from kvcore.offload.checks import check_integer
 from kvcore.offload.rows.device_pool import DevicePool
@@ -115,6 +116,7 @@ def check_full(device: Device, layers: Mapping[int, Sequence[FullLane]]) -> None
                 fail(f"full[{layer}]", "lanes [blocks, block_size, size]", "a flat one")
             if lane.read_only:
                 fail(f"full[{layer}]", "arrays that can be written", "a read-only one")
+            overlap.check_self(lane.given.info)
             space = getattr(lane.owner, "space", None)
             if device.profile is not None and space not in ("swapped", "device"):
                 seen = f"{space or 'pageable host'} memory"
