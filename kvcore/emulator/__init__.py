@@ -26,6 +26,7 @@ Who does what:
 ``hooks``          what is done when torch_npu has been imported: the fallback is registered.
 ``fallback``       torch's CPU kernels as tasks in stream order, for every operator (``operators``
                    says which, ``views`` gives them the memory, ``randomness`` a generator).
+``vendor``         operators that clients of torch_npu reach outside of it: ATB's, the selection.
 ``tasks``          Python functions as tasks of a stream.
 ``reports``        broken rules, as they were found.
 

@@ -14,6 +14,7 @@ what else is torch_npu's own stay as they are (operators.py has the table).
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 import torch_npu
 
-from kvcore.emulator import operators, randomness, tasks
+from kvcore.emulator import machine, operators, randomness, tasks
 from kvcore.emulator.views import Views, span
 from kvcore.errors import StreamError
 
@@ -29,6 +30,13 @@ __all__ = ["install"]
 
 _raw_stream: Callable[[int], int] = torch_npu._C._npu_getCurrentRawStream
 _capturing: Callable[[], bool] = torch_npu._C._npu_isCurrentStreamCapturing
+
+_ND = 2
+#: Formats whose bytes are those of a plain tensor: ND and its names for 3, 4 and 5 axes.
+_BASE_FORMATS = frozenset({-1, 0, 1, 2, 16, 27, 30, 47})
+_format_of: Callable[[Any], int] = torch.ops.npu.get_npu_format
+#: How many casts to a format of the device's own there were: none, and nobody need ask.
+_formats: ctypes.c_size_t
 
 #: Keeps the registrations: they end with the object.
 _library: Any = None
@@ -38,10 +46,11 @@ _REMEMBERED = 4096  # signatures of one operator
 
 def install() -> None:
     """Register the kernels, once; torch_npu is imported."""
-    global _library, _views
+    global _library, _views, _formats
     if _library is not None:
         return
     tasks.prepare()
+    _formats = ctypes.c_size_t.in_dll(machine.load().core, "kvdouble_num_formats")
     _views = Views()
     _library = torch.library.Library("aten", "IMPL")
     for name, overload in operators.overloads():
@@ -128,6 +137,10 @@ class Kernel:
         else:
             where = f"{self.name} ({line.f_code.co_filename}:{line.f_lineno})"
         device = self._device(args, kwargs)
+        if _formats.value:
+            args, kwargs, private = self._in_base_format(args, kwargs)
+            if private:
+                return self._with_private(args, kwargs, private)
         stream = _raw_stream(device)
         if self.random:
             args, kwargs = self._with_generator(args, kwargs, device)
@@ -142,6 +155,36 @@ class Kernel:
         ]  # fmt: skip
         self._queue(stream, where, args, kwargs, new)
         return self._result(args, kwargs, new)
+
+    # -- formats -------------------------------------------------------------------------------
+
+    def _in_base_format(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Any, Any]]]:
+        """The call with tensors of the device's own formats cast, and each with what it became."""
+        private: list[tuple[Any, Any]] = []
+
+        def base(tensor: Any) -> Any:
+            if tensor.is_cpu or _format_of(tensor) in _BASE_FORMATS:
+                return tensor
+            private.append((tensor, torch_npu.npu_format_cast(tensor, _ND)))
+            return private[-1][1]
+
+        there = tuple(_mapped(value, base) for value in args)
+        return there, {name: _mapped(value, base) for name, value in kwargs.items()}, private
+
+    def _with_private(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], private: list[tuple[Any, Any]]
+    ) -> Any:
+        """The call on the cast tensors; what it writes goes back where it came from."""
+        result = self(*args, **kwargs)
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        written = [t for name in self.written for t in _tensors(given.get(name))]
+        for own, cast in private:
+            if any(tensor is cast for tensor in written):
+                own.copy_(cast)
+        back = {id(cast): own for own, cast in private}
+        return _mapped(result, lambda tensor: back.get(id(tensor), tensor))
 
     # -- what is asked -------------------------------------------------------------------------
 

@@ -33,9 +33,10 @@ def when_imported() -> None:
 def _complete() -> None:
     # Who waits for a mutex inside torch_npu must not hold the GIL that a task needs: cann/python.c.
     machine.load().core.kvdouble_patch(b"libtorch_npu.so")
-    from kvcore.emulator import fallback
+    from kvcore.emulator import fallback, vendor
 
     fallback.install()
+    vendor.define()
 
 
 class _Finder(importlib.abc.MetaPathFinder):

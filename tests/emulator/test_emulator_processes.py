@@ -160,3 +160,35 @@ print(len(seen), x.sum().item())
 """
     done = program(text)
     assert done.stdout.split() == ["8", "64.0"], done.stderr
+
+
+def test_expandable_segments(program: Program) -> None:
+    text = f"""{START}
+torch.npu.empty_cache()
+held = [torch.full((3 << 20,), float(i), device="npu") for i in range(4)]
+del held[1]
+more = torch.full((7 << 20,), 9.0, device="npu")
+print([x[-1].item() for x in (*held, more)], torch.npu.memory_reserved() >= 64 << 20)
+del held, more
+torch.npu.empty_cache()
+print(torch.npu.memory_reserved(), kvcore.emulator.reports())
+"""
+    done = program(text, PYTORCH_NPU_ALLOC_CONF="expandable_segments:True")
+    assert done.stdout.splitlines() == ["[0.0, 2.0, 3.0, 9.0] True", "0 []"], done.stderr
+
+
+def test_collectives_of_one_rank(program: Program) -> None:
+    text = f"""{START}
+import torch.distributed as dist
+dist.init_process_group("hccl", rank=0, world_size=1, init_method="tcp://127.0.0.1:29511")
+x = torch.arange(4.0, device="npu")
+dist.all_reduce(x)
+out = [torch.zeros(4, device="npu")]
+dist.all_gather(out, x)
+dist.broadcast(x, 0)
+dist.barrier()
+print(x.cpu().tolist(), out[0].cpu().tolist())
+dist.destroy_process_group()
+"""
+    done = program(text)
+    assert done.stdout.splitlines() == ["[0.0, 1.0, 2.0, 3.0] [0.0, 1.0, 2.0, 3.0]"], done.stderr

@@ -16,6 +16,7 @@ static int waiting;
 static const char *const kind_names[H_KINDS] = {
     "context", "stream", "stream_config", "event", "graph", "task_group", "tensor", "int_array",
     "tensor_list", "executor", "physical",
+    "scalar",
 };
 
 // -- handles ----------------------------------------------------------------------------------------
@@ -134,6 +135,38 @@ static _Thread_local uint64_t call_now;
 static _Thread_local int forced_now, after_now;
 
 const char *kvd_symbol(void) { return symbol_now; }
+// -- texts that stay --------------------------------------------------------------------------------
+
+static struct { const char **texts; size_t used, room; } interned;
+
+static size_t slot_of(const char *text) {
+    uint64_t hash = 0xCBF29CE484222325ull;  // FNV-1a
+    for (const char *c = text; *c; c++) hash = (hash ^ (unsigned char)*c) * 0x100000001B3ull;
+    size_t i = (size_t)hash & (interned.room - 1);
+    while (interned.texts[i] && strcmp(interned.texts[i], text)) i = (i + 1) & (interned.room - 1);
+    return i;
+}
+
+const char *kvd_intern(const char *text) {
+    if (2 * interned.used >= interned.room) {
+        const char **old = interned.texts;
+        size_t room = interned.room;
+        interned.room = room ? 2 * room : 256;
+        interned.texts = calloc(interned.room, sizeof *old);
+        if (!interned.texts) abort();
+        for (size_t i = 0; i < room; i++)
+            if (old[i]) interned.texts[slot_of(old[i])] = old[i];
+        free(old);
+    }
+    size_t i = slot_of(text);
+    if (!interned.texts[i]) {
+        interned.texts[i] = strdup(text);
+        if (!interned.texts[i]) abort();
+        interned.used++;
+    }
+    return interned.texts[i];
+}
+
 long kvd_pid(void) { return (long)getpid(); }
 void kvd_set_symbol(const char *symbol) { symbol_now = symbol; }
 int kvd_forced(void) { return forced_now; }

@@ -115,11 +115,90 @@ int aclopSetAttrListListInt(void *attributes, const char *key, int count, const 
 
 // -- execution --------------------------------------------------------------------------------------
 
-static int execute(const char *symbol, const char *op) {
+struct move {
+    struct layout from, to;
+    const unsigned char *src;
+    unsigned char *dst;
+    size_t item, size;  // size: of a plain copy, 0 where formats differ
+};
+
+static int run(struct task *t) {
+    struct move *m = t->data;
+    if (m->size) memmove(m->dst, m->src, m->size);
+    else kvd_transfer(&m->to, m->dst, &m->from, m->src, m->item);
+    return OK;
+}
+
+static void release(struct task *t) { free(t->data); }
+
+static struct layout layout_of(const struct description *d) {
+    struct layout l = {d->storage_format, d->rank, d->storage_rank, {0}, {0}};
+    memcpy(l.dims, d->dims, sizeof l.dims);
+    memcpy(l.storage, d->storage, sizeof l.storage);
+    return l;
+}
+
+// The bytes of a buffer that lies on the device, or NULL and a refusal.
+static unsigned char *bytes_of(const struct buffer *b, size_t size, bool write, struct task *t,
+                               int *code) {
+    struct block *block;
+    if (b && size > b->size)
+        *code = error(INVALID_PARAM, "a buffer of %zu bytes, and its description says %zu", b->size, size);
+    if (!*code) *code = b ? kvd_touch(t, b->data, size, write, "a buffer") : INVALID_PARAM;
+    if (*code) return NULL;
+    kvd_find(b->data, &block);
+    if (block) return block->bytes + ((uintptr_t)b->data - block->start);
+    *code = error(RT_PARAM_INVALID, "%p is no device memory", b->data);
+    return NULL;
+}
+
+// TransData changes the format, Identity changes nothing.
+static int transfer(const char *op, const struct description *in, const struct buffer *input,
+                    const struct description *out, const struct buffer *output, void *stream) {
+    int code = OK;
+    struct stream *s = kvd_stream(stream, &code);
+    if (!s) return code;
+    if (!in || !out || in->dtype != out->dtype || in->rank != out->rank || kvd_bits(in->dtype) % 8)
+        return error(INVALID_PARAM, "%s: the descriptions do not fit", op);
+    for (int i = 0; i < in->rank; i++)
+        if (in->dims[i] != out->dims[i])
+            return error(INVALID_PARAM, "%s: axis %d has %lld and %lld elements", op, i,
+                         (long long)in->dims[i], (long long)out->dims[i]);
+    struct move *m = calloc(1, sizeof *m);
+    if (!m) abort();
+    struct task *t = kvd_new_task(run);
+    t->data = m;
+    t->release = release;
+    m->from = layout_of(in);
+    m->to = layout_of(out);
+    m->item = (size_t)kvd_bits(in->dtype) / 8;
+    if (!kvd_known_layout(&m->from) || !kvd_known_layout(&m->to))
+        code = error(OP_NOT_FOUND, "%s: the emulated machine casts no format %d to %d", op,
+                     m->from.format, m->to.format);
+    size_t sizes[2] = {(size_t)kvd_layout_elements(&m->from) * m->item,
+                       (size_t)kvd_layout_elements(&m->to) * m->item};
+    if (m->from.format == m->to.format) m->size = sizes[0];
+    if (!code && sizes[0]) m->src = bytes_of(input, sizes[0], false, t, &code);
+    if (!code && sizes[0]) m->dst = bytes_of(output, sizes[1], true, t, &code);
+    if (code || !sizes[0]) {
+        kvd_drop_task(t);
+        return code;
+    }
+    kvd_note_format(&m->to);
+    return kvd_launch(s, t);
+}
+
+static int execute(const char *symbol, const char *op, int num_inputs, const void *const *input_descs,
+                   const void *const *inputs, int num_outputs, const void *const *output_descs,
+                   void *const *outputs, void *stream) {
     int code = enter(symbol, RUNTIME, "%s", op ? op : "NULL");
     if (code) return leave(code);
     if (!op) return leave(violate(INVALID_PARAM, "acl_op", "opType is NULL"));
-    return leave(error(OP_NOT_FOUND, "the emulated machine has no operator %s", op));
+    if (strcmp(op, "TransData") && strcmp(op, "Identity"))
+        return leave(error(OP_NOT_FOUND, "the emulated machine has no operator %s", op));
+    if (num_inputs < 1 || num_outputs < 1 || !input_descs || !inputs || !output_descs || !outputs)
+        return leave(violate(INVALID_PARAM, "acl_op", "%s: an input or output is missing", op));
+    return leave(transfer(op, input_descs[0], inputs[0], output_descs[0], outputs[0], stream));
 }
 
 int aclopCompileAndExecute(const char *op, int num_inputs, const void *const *input_descs,
@@ -127,16 +206,17 @@ int aclopCompileAndExecute(const char *op, int num_inputs, const void *const *in
                            const void *const *output_descs, void *const *outputs,
                            const void *attributes, int engine, int flag, const char *path,
                            void *stream) {
-    (void)num_inputs, (void)input_descs, (void)inputs, (void)num_outputs, (void)output_descs;
-    (void)outputs, (void)attributes, (void)engine, (void)flag, (void)path, (void)stream;
-    return execute("aclopCompileAndExecute", op);
+    (void)attributes, (void)engine, (void)flag, (void)path;
+    return execute("aclopCompileAndExecute", op, num_inputs, input_descs, inputs, num_outputs,
+                   output_descs, outputs, stream);
 }
 
 int aclopCompileAndExecuteV2(const char *op, int num_inputs, void **input_descs, void **inputs,
                              int num_outputs, void **output_descs, void **outputs,
                              void *attributes, int engine, int flag, const char *path,
                              void *stream) {
-    (void)num_inputs, (void)input_descs, (void)inputs, (void)num_outputs, (void)output_descs;
-    (void)outputs, (void)attributes, (void)engine, (void)flag, (void)path, (void)stream;
-    return execute("aclopCompileAndExecuteV2", op);
+    (void)attributes, (void)engine, (void)flag, (void)path;
+    return execute("aclopCompileAndExecuteV2", op, num_inputs, (const void *const *)input_descs,
+                   (const void *const *)inputs, num_outputs, (const void *const *)output_descs,
+                   outputs, stream);
 }

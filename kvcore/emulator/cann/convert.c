@@ -3,6 +3,7 @@
 // change of type, rounded as torch's CPU kernels round.
 #include "machine.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 struct number {
@@ -127,6 +128,10 @@ static void store(struct number n, unsigned char *at, int dtype) {
     }
 }
 
+void kvd_convert(const unsigned char *from, int from_dtype, unsigned char *to, int to_dtype) {
+    store(load(from, from_dtype), to, to_dtype);
+}
+
 enum { TO, FROM, NUM };
 
 static const char *const copy_names[NUM] = {"selfRef", "src"};
@@ -181,8 +186,8 @@ static int kernel(struct call *c) {
 }
 
 static const struct op copy = {"aclnnInplaceCopy", "aclnnInplaceCopyGetWorkspaceSize", NUM, copy_names,
-                               kernel, false};
-static const struct op cast = {"aclnnCast", "aclnnCastGetWorkspaceSize", NUM, cast_names, kernel, false};
+                               kernel, false, false};
+static const struct op cast = {"aclnnCast", "aclnnCastGetWorkspaceSize", NUM, cast_names, kernel, false, false};
 
 static int phase_one(const struct op *op, const void *to, const void *from, int wanted,
                      uint64_t *size, void **executor) {
@@ -217,4 +222,63 @@ int aclnnCastGetWorkspaceSize(const void *self, int dtype, void *out, uint64_t *
 }
 int aclnnCast(void *workspace, uint64_t size, void *executor, void *stream) {
     return kvd_phase_two(&cast, LIBRARY, "aclnnCast", workspace, size, executor, stream);
+}
+
+// -- aclnnNpuFormatCast -----------------------------------------------------------------------------
+
+static const char *const format_names[NUM] = {"dstOut", "src"};
+
+static struct layout layout_of(const struct tensor *t) {
+    struct layout l = {t->format, t->rank, t->storage_rank, {0}, {0}};
+    memcpy(l.dims, t->dims, sizeof l.dims);
+    memcpy(l.storage, t->storage, sizeof l.storage);
+    return l;
+}
+
+static int change_format(struct call *c) {
+    struct layout to = layout_of(&c->v[TO].t), from = layout_of(&c->v[FROM].t);
+    kvd_transfer(&to, c->v[TO].base, &from, c->v[FROM].base, (size_t)kvd_bits(c->v[TO].t.dtype) / 8);
+    return OK;
+}
+
+static const struct op format_cast = {"aclnnNpuFormatCast", "aclnnNpuFormatCastGetWorkspaceSize", NUM,
+                                      format_names, change_format, false, true};
+
+int aclnnNpuFormatCastCalculateSizeAndFormat(const void *src, int format, int dtype, int64_t **shape,
+                                             uint64_t *rank, int *actual) {
+    int code = enter("aclnnNpuFormatCastCalculateSizeAndFormat", CALLABLE, "%d, %d", format, dtype);
+    const struct tensor *t = code ? NULL : kvd_check(src, H_TENSOR, "srcTensor");
+    if (!t) return leave(code ? code : NN_PARAM_INVALID);
+    if (!shape || !rank || !actual) return leave(violate(NN_PARAM_NULLPTR, "1.9", "NULL"));
+    struct layout l = layout_of(t);
+    if (!kvd_storage_of(&l, format, (size_t)kvd_bits(t->dtype) / 8))
+        return leave(error(NN_PARAM_INVALID, "the emulated machine casts nothing to format %d", format));
+    *shape = malloc(sizeof l.storage);  // the caller's, who deletes it
+    if (!*shape) abort();
+    memcpy(*shape, l.storage, sizeof l.storage);
+    *rank = (uint64_t)l.storage_rank;
+    *actual = format;
+    return leave(OK);
+}
+
+int aclnnNpuFormatCastGetWorkspaceSize(const void *src, void *dst, uint64_t *size, void **executor) {
+    struct phase_one p;
+    int code = kvd_open_phase_one(&p, &format_cast, LIBRARY, size, executor);
+    if (!code) code = kvd_view(&p, TO, dst, NN_PARAM_NULLPTR);
+    if (!code) code = kvd_view(&p, FROM, src, NN_PARAM_NULLPTR);
+    if (code) return leave(code);
+    const struct tensor *out = &p.call.v[TO].t, *in = &p.call.v[FROM].t;
+    struct layout to = layout_of(out), from = layout_of(in);
+    bool same = out->dtype == in->dtype && out->rank == in->rank && kvd_bits(in->dtype) % 8 == 0;
+    for (int i = 0; same && i < in->rank; i++) same = in->dims[i] == out->dims[i];
+    if (!same || !kvd_contiguous(in) || !kvd_contiguous(out) || in->offset || out->offset)
+        return leave(error(NN_PARAM_INVALID, "src and dst do not fit, or are no whole tensors"));
+    if (!kvd_known_layout(&to) || !kvd_known_layout(&from))
+        return leave(error(NN_PARAM_INVALID, "formats %d and %d", in->format, out->format));
+    p.call.empty = kvd_elements(out) == 0;
+    kvd_note_format(&to);
+    return leave(kvd_finish(&p, 0, true, size, executor));
+}
+int aclnnNpuFormatCast(void *workspace, uint64_t size, void *executor, void *stream) {
+    return kvd_phase_two(&format_cast, LIBRARY, "aclnnNpuFormatCast", workspace, size, executor, stream);
 }

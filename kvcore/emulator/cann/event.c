@@ -323,8 +323,9 @@ int aclrtEventGetTimestamp(void *event, uint64_t *timestamp) {
     return leave(OK);
 }
 
+// torch_npu's process group sets it before anything else.
 int aclrtSetOpWaitTimeout(uint32_t seconds) {
-    int code = enter("aclrtSetOpWaitTimeout", RUNTIME, "%u", seconds);
+    int code = enter("aclrtSetOpWaitTimeout", CALLABLE, "%u", seconds);
     return leave(code);
 }
 

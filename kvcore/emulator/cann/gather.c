@@ -139,7 +139,7 @@ static int kernel(struct call *c) {
 }
 
 static const struct op gather = {"aclnnGatherPaKvCache", "aclnnGatherPaKvCacheGetWorkspaceSize", NUM,
-                                 names, kernel, false};
+                                 names, kernel, false, false};
 
 int aclnnGatherPaKvCacheGetWorkspaceSize(const void *key_cache, const void *value_cache,
                                          const void *tables, const void *seq_lens, void *key,

@@ -30,7 +30,7 @@ void kvd_wake_all(void);  // and every stream
 
 enum kind {
     H_CONTEXT, H_STREAM, H_STREAM_CONFIG, H_EVENT, H_GRAPH, H_TASK_GROUP, H_TENSOR, H_INT_ARRAY,
-    H_TENSOR_LIST, H_EXECUTOR, H_PHYSICAL, H_KINDS,
+    H_TENSOR_LIST, H_EXECUTOR, H_PHYSICAL, H_SCALAR, H_KINDS,
 };
 
 struct handle {
@@ -68,6 +68,7 @@ int kvd_violate(int code, const char *section, const char *format, ...)
 long kvd_pid(void);
 int kvd_async_fault(const char *symbol);  // the code ordered for the task just launched
 const char *kvd_symbol(void);
+const char *kvd_intern(const char *text);  // the same text, for ever
 void kvd_set_symbol(const char *symbol);  // in a thread of the double's own
 
 // -- device.c ---------------------------------------------------------------------------------------
@@ -303,11 +304,31 @@ struct int_array {
     int64_t values[];
 };
 
+struct scalar {
+    struct handle handle;
+    int dtype;
+    unsigned char value[16];
+};
+
 int kvd_bits(int dtype);  // of one element, 0: unknown
 int64_t kvd_elements(const struct tensor *t);
 int64_t kvd_storage_elements(const struct tensor *t);
 bool kvd_contiguous(const struct tensor *t);
 int64_t kvd_extent(const struct tensor *t);  // elements from the first to past the last
+
+// -- formats.c --------------------------------------------------------------------------------------------
+
+struct layout {  // of a contiguous tensor: its axes, and the pieces that its format stores
+    int format, rank, storage_rank;
+    int64_t dims[MAX_RANK], storage[MAX_RANK];
+};
+
+bool kvd_known_layout(const struct layout *layout);
+void kvd_note_format(const struct layout *layout);  // a tensor gets it
+int64_t kvd_layout_elements(const struct layout *layout);
+bool kvd_storage_of(struct layout *layout, int format, size_t item);
+void kvd_transfer(const struct layout *to, unsigned char *dst, const struct layout *from,
+                  const unsigned char *src, size_t item);
 
 // -- executor.c (libnnopbase) ---------------------------------------------------------------------------
 
@@ -329,7 +350,8 @@ struct call {
     enum soc soc;
     int scenario;
     char cache_mode[16], scatter_mode[16];
-    int64_t strides[2], offsets[2], block;
+    int64_t strides[2], offsets[2], block, pads[2 * MAX_RANK];
+    unsigned char value[16];
     bool flag, copies, empty;
     int fault;
     struct settings settings;
@@ -340,7 +362,8 @@ struct op {
     int num_tensors;
     const char *const *names;
     int (*kernel)(struct call *call);
-    bool folds;  // 5.6: phase two folds every failure into 561000
+    bool folds;    // 5.6: phase two folds every failure into 561000
+    bool formats;  // its tensors may have any format
 };
 
 struct executor {
@@ -387,5 +410,9 @@ void kvd_copy(struct call *c, struct view *dst, int64_t to, int64_t dst_step, st
 float kvd_decode(const unsigned char *bytes, int dtype);
 void kvd_encode(float value, unsigned char *bytes, int dtype);
 bool kvd_is_float(int dtype);
+
+// -- convert.c (libopapi) ---------------------------------------------------------------------------------
+
+void kvd_convert(const unsigned char *from, int from_dtype, unsigned char *to, int to_dtype);
 
 #endif

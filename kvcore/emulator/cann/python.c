@@ -132,6 +132,9 @@ void kvd_leave_python(void) {
 // numbers each, an address, a size and whether it is written.
 int kvdouble_launch(void *stream, const char *name, int (*function)(uint64_t), uint64_t id,
                     const uint64_t *touches, size_t count) {
+    pthread_mutex_lock(&kvd_lock);
+    name = kvd_intern(name);
+    pthread_mutex_unlock(&kvd_lock);
     int code = enter(name, RUNTIME, "%p, %llu", stream, (unsigned long long)id);
     struct stream *s = code ? NULL : kvd_stream(stream, &code);
     if (!s) return leave(code);

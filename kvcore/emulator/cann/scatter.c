@@ -408,9 +408,9 @@ static int kernel(struct call *c) {
 // -- the interface ----------------------------------------------------------------------------------------------
 
 static const struct op scatter = {"aclnnScatterPaKvCache", "aclnnScatterPaKvCacheGetWorkspaceSize", NUM,
-                                  names, kernel, true};
+                                  names, kernel, true, false};
 static const struct op cache_op = {"aclnnScatterPaCache", "aclnnScatterPaCacheGetWorkspaceSize", NUM,
-                                   names, kernel, false};
+                                   names, kernel, false, false};
 
 static int key_only_code(struct call *c, bool *key_only) {
     struct view *value = &c->v[VALUE], *cache = &c->v[VALUE_CACHE];

@@ -213,7 +213,7 @@ static int kernel(struct call *c) {
 
 static const struct op selection = {"aclnnGatherSelectionKvCache",
                                     "aclnnGatherSelectionKvCacheGetWorkspaceSize", NUM, names, kernel,
-                                    false};
+                                    false, false};
 
 static bool in_list(const char *list, const char *format) {
     char path[4096];

@@ -161,6 +161,29 @@ int aclDestroyIntArray(const void *array) {
     return leave(OK);
 }
 
+void *aclCreateScalar(const void *value, int dtype) {
+    int code = enter("aclCreateScalar", CALLABLE, "dtype %d", dtype);
+    int bits = kvd_bits(dtype);
+    if (!code && (!value || bits < 8 || bits > 128))
+        code = violate(NN_PARAM_INVALID, "1.9", "value is %p, dtype %d", value, dtype);
+    struct scalar *s = NULL;
+    if (!code) {
+        s = kvd_create(H_SCALAR, sizeof *s);
+        s->dtype = dtype;
+        memcpy(s->value, value, (size_t)bits / 8);
+    }
+    leave(code);
+    return s;
+}
+
+int aclDestroyScalar(const void *scalar) {
+    int code = enter("aclDestroyScalar", CALLABLE | AFTER, "%p", scalar);
+    if (code || !scalar) return leave(code);
+    if (!kvd_check(scalar, H_SCALAR, "scalar")) return leave(NN_PARAM_INVALID);
+    kvd_destroy((void *)(uintptr_t)scalar);
+    return leave(OK);
+}
+
 void *aclCreateTensorList(const void *const *members, uint64_t count) {
     int code = enter("aclCreateTensorList", CALLABLE, "%d members", (int)count);
     struct tensor_list *list = NULL;

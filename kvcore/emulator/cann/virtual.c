@@ -26,14 +26,16 @@ static struct block *reserved(void *address, const char *what, int *code) {
 
 int aclrtReserveMemAddress(void **address, size_t size, size_t alignment, void *wanted,
                            uint64_t flags) {
-    int code = enter("aclrtReserveMemAddress", RUNTIME, "%zu, %zu, %p, %llu", size, alignment, wanted,
+    // torch_npu's allocator asks for addresses before it has set a device.
+    int code = enter("aclrtReserveMemAddress", INIT, "%zu, %zu, %p, %llu", size, alignment, wanted,
                      (unsigned long long)flags);
     if (code) return leave(code);
-    if (!address || !size || size % GRANULE)
-        return leave(violate(RT_PARAM_INVALID, "virtual memory", "%zu bytes: whole 2 MiB", size));
+    if (!address || !size || size > SIZE_MAX / 2)
+        return leave(violate(RT_PARAM_INVALID, "virtual memory", "%zu bytes", size));
+    size = (size + GRANULE - 1) / GRANULE * GRANULE;
     uintptr_t at = kvd_reserve(size, GRANULE);
     if (!at) return leave(error(RT_MEMORY_ALLOCATION, "no addresses for %zu bytes", size));
-    kvd_add_reserved(at, size, kvd_context()->device);
+    kvd_add_reserved(at, size, kvd_context() ? kvd_context()->device : 0);
     *address = (void *)at;
     return leave(OK);
 }
@@ -45,7 +47,7 @@ static void find_in(void *physical, void *data) {
 }
 
 int aclrtReleaseMemAddress(void *address) {
-    int code = enter("aclrtReleaseMemAddress", RUNTIME | AFTER, "%p", address);
+    int code = enter("aclrtReleaseMemAddress", INIT | AFTER, "%p", address);
     struct block *b = code ? NULL : reserved(address, "virPtr", &code);
     if (!b) return leave(code);
     void *search[2] = {b, NULL};

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators that clients of torch_npu reach outside of it: three of ATB's, and one custom operator.
+
+ATB's library is a package of its own, without which torch_npu defines none of its operators; the
+custom operator comes with a library that is built on the device.  Where nobody has defined them,
+they are defined here, on the machine's own kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_npu
+
+import kvcore
+
+__all__ = ["define"]
+
+_NZ = 29
+
+_LOAD = (
+    "Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor context_lens, *, "
+    "Tensor? seq_starts=None, bool cumsum=False"
+)
+_SELECTION = (
+    "Tensor(a!) selection_k_rope, Tensor(b!) selection_kv_cache, "
+    "Tensor(c!) selection_kv_block_table, Tensor(d!) selection_kv_block_status, "
+    "Tensor selection_topk_indices, Tensor full_k_rope, Tensor full_kv_cache, "
+    "Tensor full_kv_block_table, Tensor full_kv_actual_seq, Tensor full_q_actual_seq, *, "
+    "int selection_topk_block_size=64"
+)
+
+_libraries: list[Any] = []
+
+
+def _is_nz(cache: Any) -> bool:
+    return int(torch.ops.npu.get_npu_format(cache)) == _NZ
+
+
+def _reshape_and_cache(
+    key: Any, value: Any, key_cache: Any, value_cache: Any, slot_indices: Any
+) -> None:
+    mode = "PA_NZ" if _is_nz(key_cache) else "Norm"
+    torch_npu.npu_scatter_pa_kv_cache(
+        key, value, key_cache, value_cache, slot_indices, cache_mode=mode
+    )
+
+
+def _reshape_and_cache_siso(key: Any, key_cache: Any, slot_indices: Any) -> None:
+    if _is_nz(key_cache):
+        raise RuntimeError("_npu_reshape_and_cache_siso: the cache must be ND, got FRACTAL_NZ")
+    rows = key_cache.view(-1, *key_cache.shape[2:])
+    # Negative slots are padding: they write the row that is there.
+    slots = slot_indices.long()
+    skipped = slots < 0
+    slots = slots.clamp(min=0)
+    kept = torch.where(skipped.view(-1, *[1] * (key.dim() - 1)), rows.index_select(0, slots), key)
+    rows.index_put_((slots,), kept)
+
+
+def _load_into(
+    key_cache: Any,
+    value_cache: Any,
+    block_table: Any,
+    context_lens: Any,
+    *,
+    seq_starts: Any = None,
+    cumsum: bool = False,
+    key: Any,
+    value: Any,
+) -> tuple[Any, Any]:
+    torch_npu.npu_gather_pa_kv_cache(
+        key_cache,
+        value_cache,
+        block_table,
+        context_lens,
+        key,
+        value,
+        seq_offset=seq_starts,
+        is_seq_lens_cumsum=cumsum,
+    )
+    return key, value
+
+
+def _load(
+    key_cache: Any,
+    value_cache: Any,
+    block_table: Any,
+    context_lens: Any,
+    *,
+    seq_starts: Any = None,
+    cumsum: bool = False,
+) -> tuple[Any, Any]:
+    tokens = int(context_lens[-1] if cumsum else context_lens.sum())
+    new = [cache.new_empty((tokens, *cache.shape[2:])) for cache in (key_cache, value_cache)]
+    return _load_into(
+        key_cache,
+        value_cache,
+        block_table,
+        context_lens,
+        seq_starts=seq_starts,
+        cumsum=cumsum,
+        key=new[0],
+        value=new[1],
+    )
+
+
+def _gather_selection(*arrays: Any, selection_topk_block_size: int = 64) -> Any:
+    return kvcore.gather_selection_kv_cache(
+        *arrays, selection_topk_block_size=selection_topk_block_size
+    )
+
+
+_OPERATORS = (
+    (
+        "atb",
+        "_npu_reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, "
+        "Tensor(b!) value_cache, Tensor slot_indices) -> ()",
+        _reshape_and_cache,
+        "torch_npu",
+    ),
+    (
+        "atb",
+        "_npu_reshape_and_cache_siso(Tensor key, Tensor(a!) key_cache, Tensor slot_indices) -> ()",
+        _reshape_and_cache_siso,
+        "torch_npu",
+    ),
+    ("atb", f"npu_paged_cache_load({_LOAD}) -> (Tensor, Tensor)", _load, "torch_npu.atb"),
+    (
+        "atb",
+        f"npu_paged_cache_load.out({_LOAD}, Tensor(a!) key, Tensor(b!) value) "
+        "-> (Tensor(a!), Tensor(b!))",
+        _load_into,
+        None,
+    ),
+    (
+        "custom",
+        f"npu_gather_selection_kv_cache({_SELECTION}) -> Tensor",
+        _gather_selection,
+        "torch_npu",
+    ),
+)
+
+
+def define() -> None:
+    """Define what nobody has defined; torch_npu is imported."""
+    absent = {
+        space: not hasattr(getattr(torch.ops, space), name)
+        for space, name in (
+            ("atb", "_npu_reshape_and_cache"),
+            ("custom", "npu_gather_selection_kv_cache"),
+        )
+    }
+    for space, schema, function, module in _OPERATORS:
+        if not absent[space]:
+            continue
+        library = torch.library.Library(space, "FRAGMENT")
+        name = schema.partition("(")[0]
+        library.define(schema)
+        library.impl(name, function, "PrivateUse1")
+        _libraries.append(library)
+        if module is not None:
+            place = torch_npu if module == "torch_npu" else torch_npu.atb
+            setattr(place, name, getattr(getattr(torch.ops, space), name))
