@@ -59,7 +59,8 @@ def start(
     memory:  bytes of each device; None: the SoC's, but all devices together no more than half of
              what this process may still have (control group and RLIMIT_AS counted).  It is a
              promise: memory is used when it is touched.
-    check:   "off", "report" or "raise": what happens when a rule is broken.
+    check:   "off", "report" or "raise".  Kept with the settings; broken rules are in ``reports()``
+             with each of these values, and none raises yet.
 
     Sets the variables ASCEND_HOME_PATH, ASCEND_OPP_PATH and their like for this process and its
     children, which become machines of their own; those of a real CANN are set aside.

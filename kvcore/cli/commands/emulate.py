@@ -24,8 +24,8 @@ EPILOG = """\
   kvcore emulate                           what would be started, and what is missing
   eval "$(kvcore emulate --soc A3 --shell)"   the same for everything that this shell starts
 
-Exit status: COMMAND's; 3 when that was 0 and a process below it broke a rule (--check off: never);
-2 when the machine cannot start."""
+Exit status: COMMAND's; 2 when the machine cannot start. Rules that a process breaks are in its own
+kvcore.emulator.reports(); they do not change the status."""
 
 
 def register(subparsers: Subparsers[Parser]) -> None:
@@ -62,7 +62,8 @@ def register(subparsers: Subparsers[Parser]) -> None:
         "--check",
         choices=("off", "report", "raise"),
         default="report",
-        help="what happens when a rule is broken (default: %(default)s)",
+        help="kept with the machine's settings; broken rules are recorded with each of these values, "
+        "and none raises yet (default: %(default)s)",
     )
     parser.add_argument(
         "--shell", action="store_true", help="print the environment for a shell, and run nothing"
