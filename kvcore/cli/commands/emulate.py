@@ -62,8 +62,8 @@ def register(subparsers: Subparsers[Parser]) -> None:
         "--check",
         choices=("off", "report", "raise"),
         default="report",
-        help="kept with the machine's settings; broken rules are recorded with each of these values, "
-        "and none raises yet (default: %(default)s)",
+        help="kept with the machine's settings; broken rules are recorded with each of these "
+        "values, and none raises yet (default: %(default)s)",
     )
     parser.add_argument(
         "--shell", action="store_true", help="print the environment for a shell, and run nothing"
