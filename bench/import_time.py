@@ -32,6 +32,7 @@ REGISTERED = '{"cpu": CpuBackend(), NPU: AclnnBackend()}'
 
 def without_the_backend(package: Path) -> None:
     """Remove it from a copy."""
+    shutil.rmtree(package / "npu")
     shutil.rmtree(package / "backends" / "aclnn")
     registry = package / "backends" / "registry.py"
     text = registry.read_text()

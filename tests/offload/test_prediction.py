@@ -81,7 +81,7 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
     ],
 )
 def test_broken_deployments(tmp_path: Path, change: tuple[str, str], match: str) -> None:
-    text = (ROOT / "kvcore" / "offload" / "published_glm_5_2.toml").read_text()
+    text = (ROOT / "kvcore" / "replay" / "clock" / "published_glm_5_2.toml").read_text()
     assert change[0] in text
     path = tmp_path / "own.toml"
     path.write_text(text.replace(*change))
