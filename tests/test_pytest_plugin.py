@@ -296,7 +296,7 @@ torch = pytest.importorskip("torch")
 @pytest.mark.kvcore
 def test_store(kvcore_namespace):
     key, cache = torch.ones(1, 1, 16), torch.zeros(2, 4, 1, 16)
-    kvcore_namespace._npu_reshape_and_cache_siso(key, cache, torch.tensor([3]))
+    kvcore_namespace._npu_reshape_and_cache_siso(key, cache, torch.tensor([3], dtype=torch.int32))
     assert cache[0, 3].sum() == 16
 
 @pytest.mark.kvcore
@@ -305,7 +305,8 @@ def test_two_streams(kvcore_namespace):
     key, cache = torch.ones(1, 1, 16).half(), torch.zeros(2, 4, 1, 16).half()
     for _ in range(2):
         with npu.stream(npu.Stream()):
-            kvcore_namespace._npu_reshape_and_cache_siso(key, cache, torch.tensor([3]))
+            slots = torch.tensor([3], dtype=torch.int32)
+            kvcore_namespace._npu_reshape_and_cache_siso(key, cache, slots)
     npu.synchronize()
 """
 

@@ -23,7 +23,7 @@ RIGHT = """
 import kvcore
 device: kvcore.runtime.Device = kvcore.Device("A3", clock="model", race_check="raise")
 stream: kvcore.Stream = device.stream()
-kvcore.offload.read_trace("trace.jsonl", limit=3)
+kvcore.offload.BlockPool(num_blocks=3)
 kvcore.testing.assert_kv_equal(0, 1)
 profile: kvcore.DeviceProfile = kvcore.DeviceProfile.named(kvcore.soc.A3.name)
 count: int | None = kvcore.threads.get_num_threads()
@@ -33,7 +33,7 @@ WRONG = {
     "kvcore.Devise()": "attr-defined",
     "kvcore.scatter_pa_kv_cach": "attr-defined",
     "kvcore.ofload": "attr-defined",
-    "kvcore.offload.read_tace": "attr-defined",
+    "kvcore.offload.BlockPol": "attr-defined",
     "kvcore.runtime.Buffers": "attr-defined",
     "kvcore.Device(clok='wall')": "call-arg",
     "kvcore.Device(clock='wal')": "arg-type",

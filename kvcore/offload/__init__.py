@@ -18,7 +18,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcore.offload.blocks.manager import OffloadEvent, OffloadManager, StorePlan
+    from kvcore.offload.blocks.manager import OffloadEvent, OffloadManager, OffloadStats, StorePlan
     from kvcore.offload.blocks.pool import BlockPool
     from kvcore.offload.decode.engine import DecodeEngine, DecodeStep
     from kvcore.offload.decode.layer_events import LayerEvents
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: Module -> the names that it has for users.
 _HOMES = {
-    "blocks.manager": ("OffloadEvent", "OffloadManager", "StorePlan"),
+    "blocks.manager": ("OffloadEvent", "OffloadManager", "OffloadStats", "StorePlan"),
     "blocks.pool": ("BlockPool",),
     "decode.engine": ("DecodeEngine", "DecodeStep"),
     "decode.layer_events": ("LayerEvents",),
@@ -67,6 +67,7 @@ __all__ = [
     "LayerEvents",
     "OffloadEvent",
     "OffloadManager",
+    "OffloadStats",
     "PrefillOffloader",
     "RequestStep",
     "Selection",
@@ -76,19 +77,21 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-        globals()[name] = value
-        return value
-    if name in _MOVED_TO_REPLAY:
-        warnings.warn(
-            f"kvcore.offload.{name} is kvcore.replay.{name} now; the old place goes with 0.4",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return getattr(importlib.import_module("kvcore.replay"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker of types would take any name for one that this knows
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULE_OF:
+            value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+            globals()[name] = value
+            return value
+        if name in _MOVED_TO_REPLAY:
+            warnings.warn(
+                f"kvcore.offload.{name} is kvcore.replay.{name} now; the old place goes with 0.4",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            return getattr(importlib.import_module("kvcore.replay"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
