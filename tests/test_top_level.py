@@ -23,7 +23,7 @@ RIGHT = """
 import kvcore
 device: kvcore.runtime.Device = kvcore.Device("A3", clock="model", race_check="raise")
 stream: kvcore.Stream = device.stream()
-kvcore.offload.BlockPool(num_blocks=3)
+kvcore.offload.BlockPool(3)
 kvcore.testing.assert_kv_equal(0, 1)
 profile: kvcore.DeviceProfile = kvcore.DeviceProfile.named(kvcore.soc.A3.name)
 count: int | None = kvcore.threads.get_num_threads()
