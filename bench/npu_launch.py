@@ -21,12 +21,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "aclnn"))
 
-import npu as calls
 import numpy as np
 from double import build
 from double.direct import Double
 
 import kvcore
+import npu as calls
 from kvcore.npu.call import launch
 from kvcore.npu.cann import library
 

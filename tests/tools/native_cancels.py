@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from cancels import WAYS, run
 from offload.decode_world import DRAFTS, MAX_TOKENS, World, device

@@ -7,12 +7,12 @@
     python tests/tools/starve.py --case Norm --how run
     python tests/tools/starve.py --threads 2      # two workers, streaming stores, ordered slots
 
-Each case of tests/hostile_calls.py runs in a process of its own, four ways (see starved.py), round
-after round with the next allocation refused.  A failure must be a MemoryError with every array as
-it was; else everything is written and nothing is raised; nothing leaks and nothing crashes.  The
-table counts attempts and refusals; whatever else happened is printed below, and the exit status
-says whether there was any.  Nothing is random: a run is repeated by its arguments.  Under a
-sanitizer build, run it as .ci/sanitize runs the tests.
+Each case of tests/support/hostile_calls.py runs in a process of its own, four ways (see
+starved.py), round after round with the next allocation refused.  A failure must be a MemoryError
+with every array as it was; else everything is written and nothing is raised; nothing leaks and
+nothing crashes.  The table counts attempts and refusals; whatever else happened is printed below,
+and the exit status says whether there was any.  Nothing is random: a run is repeated by its
+arguments.  Under a sanitizer build, run it as .ci/sanitize runs the tests.
 
 SystemErrors that numpy or CPython raise themselves when their own allocation fails are counted
 apart (``others``); they are refusals with nothing written all the same.
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS))
+sys.path.insert(0, str(TESTS / "support"))
 #: Blocks that Python's free lists and caches may keep from a round.
 LEAK = 40
 
@@ -69,7 +69,7 @@ def shim(folder: str) -> str:
     """The library that refuses allocations, compiled."""
     library = str(Path(folder, "fail_malloc.so"))
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    source = str(TESTS / "native" / "fail_malloc.c")
+    source = str(TESTS / "support" / "native" / "fail_malloc.c")
     command = [*compiler, "-O2", "-Wall", "-Werror", "-shared", "-fPIC", source, "-o", library]
     subprocess.run([*command, "-ldl"], check=True)
     return library
