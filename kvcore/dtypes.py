@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BY_NAME", "INDEX_DTYPES", "TABLE", "DType", "get"]
+__all__ = ["BY_NAME", "INDEX_DTYPES", "TABLE", "TORCH_NAMES", "DType", "get", "named"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,16 @@ BY_NAME: dict[str, DType] = {t.name: t for t in TABLE}
 #: Types of data arrays; int64 is an index type only.
 DATA_DTYPES: tuple[DType, ...] = TABLE[:14]
 INDEX_DTYPES: tuple[DType, ...] = (BY_NAME["int32"], BY_NAME["int64"])
+
+
+#: Names that torch has for rows of the table.
+TORCH_NAMES = {"float4_e2m1fn_x2": "float4_e2m1"}
+
+
+def named(spelled: str) -> DType | None:
+    """The row of a name as this table or torch spells it ("torch.bfloat16"); None: no row."""
+    name = spelled.removeprefix("torch.")
+    return BY_NAME.get(TORCH_NAMES.get(name, name))
 
 
 def get(name: str) -> DType:

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvcore._core import adopt
 from kvcore._core.arrays import ArrayInfo, read
-from kvcore._core.lanes import NZ_BYTES, Level, join, make_lane
+from kvcore._core.lanes import NZ_BYTES, Level, make_lane
 from kvcore._core.overlap import check_self
 from kvcore._core.paged import RangeSpec
 from kvcore._core.plan import Operator, Spec
 from kvcore.errors import fail, shown
+from kvcore.strides import join, moving_strides
 
 __all__ = ["nd_to_nz", "nz_to_nd", "paged_nd_to_nz", "paged_nz_to_nd"]
 
@@ -181,13 +183,6 @@ def _check_out(out: ArrayInfo, info: ArrayInfo, shape: Shape, *, as_bits: bool =
     check_self(out)
 
 
-def _steps(info: ArrayInfo) -> Shape:
-    # The stride of an axis of one says nothing and may be anything.
-    return tuple(
-        [step if size > 1 else 0 for size, step in zip(info.shape, info.strides, strict=True)]
-    )
-
-
 def _heads_follow(shape: Shape, strides: Shape) -> bool:
     """Whether the last two axes are one: a head's items end where the next head's begin."""
     *_, heads, size = shape
@@ -212,12 +207,12 @@ def _resolve(infos: tuple[ArrayInfo, ...], params: tuple[Any, ...], soc: object)
     if to_nz:
         *lead, rows, width = shape
         _check_out(out, info, (*lead, width // c0, rows, c0))
-        nd, nz = _steps(info), _steps(out)
+        nd, nz = moving_strides(info.shape, info.strides), moving_strides(out.shape, out.strides)
     else:
         *lead, columns, rows, _ = shape
         width = columns * c0
         _check_out(out, info, (*lead, rows, width))
-        nd, nz = _steps(out), _steps(info)
+        nd, nz = moving_strides(out.shape, out.strides), moving_strides(info.shape, info.strides)
     return _between(
         tuple(lead),
         rows,
@@ -246,7 +241,7 @@ def _resolve_paged(infos: tuple[ArrayInfo, ...], params: tuple[Any, ...], soc: o
         size = shape[2] * c0 if five else shape[1] * c0 // heads
         wanted = (blocks, rows, heads, size)
     _check_out(out, info, wanted, as_bits=as_bits)
-    nd_step, nz_step = _steps(nd), _steps(nz)
+    nd_step, nz_step = moving_strides(nd.shape, nd.strides), moving_strides(nz.shape, nz.strides)
     head, item = nd_step[2], nd_step[3]
     if size % c0:  # columns span heads, which follow each other
         if not _heads_follow(nd.shape, nd.strides):
@@ -282,7 +277,7 @@ def _between(
 
 
 def _moved(
-    lead: Shape, rows: int, linear: Side, paged: Side, levels: list[Level], item_bytes: int, *,
+    lead: Shape, rows: int, linear: Side, paged: Side, levels: Sequence[Level], item_bytes: int, *,
     forth: bool, nz: bool,
 ) -> Spec:  # fmt: skip
     """Rows from the linear side to the paged one, or back; argument 0 is read, 1 written."""
@@ -309,7 +304,8 @@ def _resolve_copy(infos: tuple[ArrayInfo, ...], params: tuple[Any, ...], soc: ob
     (shape,) = params
     source, out = _seen(infos[0], shape), infos[1]
     _check_out(out, source, shape, as_bits=True)
-    here, there = _steps(source), _steps(out)
+    here = moving_strides(shape, source.strides)
+    there = moving_strides(shape, out.strides)
     levels = [(n, a, b) for n, a, b in zip(shape[2:], here[2:], there[2:], strict=True)]
     return _moved(
         shape[:1],

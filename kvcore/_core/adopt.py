@@ -55,7 +55,6 @@ UNPACKED_FLOAT4 = {
     "float4_e1m2": "float4_e1m2",
     "float4_e1m2fn": "float4_e1m2",
 }
-TORCH_NAMES = {"float4_e2m1fn_x2": "float4_e2m1"}
 # Rows of torch dtypes as they are met, by the dtype itself.
 _torch_rows: dict[Any, int] = {}
 
@@ -374,8 +373,7 @@ def _torch(tensor: Any, name: str) -> Reading:
     if row is None:
         if tensor.is_quantized:
             fail(name, "a tensor that is not quantized", str(found))
-        spelled = str(found).removeprefix("torch.")
-        known = dtypes.BY_NAME.get(TORCH_NAMES.get(spelled, spelled))
+        known = dtypes.named(str(found))
         row = _torch_rows[found] = NOT_IN_TABLE if known is None else known.id
     itemsize = found.itemsize
     try:

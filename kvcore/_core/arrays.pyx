@@ -8,13 +8,14 @@ __array_interface__, DLPack, the buffer protocol.  No array is ever copied.
 
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
-from libc.stdint cimport SIZE_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport SIZE_MAX, int32_t, int64_t
 from libc.string cimport memset
 
 import numpy
 
 from kvcore import dtypes
 from kvcore._core import adopt, dlpack, torch_storage
+from kvcore._core.dlpack cimport kv_dl_exchange, kv_dl_tensor, kv_dl_type, kv_peek
 
 cdef extern from "../_core/ndarray.h":
     ctypedef struct kv_ndarray:
@@ -25,26 +26,6 @@ cdef extern from "../_core/ndarray.h":
         PyObject* descr
         int flags
     int KV_NDARRAY_WRITEABLE
-
-cdef extern from "../_core/dlpack.h":
-    ctypedef struct kv_dl_device:
-        int32_t device_type
-    ctypedef struct kv_dl_type:
-        uint8_t code
-        uint8_t bits
-        uint16_t lanes
-    ctypedef struct kv_dl_tensor:
-        void* data
-        kv_dl_device device
-        int32_t ndim
-        kv_dl_type dtype
-        int64_t* shape
-        int64_t* strides
-        uint64_t byte_offset
-    ctypedef struct kv_dl_exchange:
-        uint32_t major
-        void* tensor_from_object
-    int kv_peek(kv_dl_exchange* table, void* object, kv_dl_tensor* out) noexcept
 
 cdef extern from *:
     """

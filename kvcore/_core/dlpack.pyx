@@ -10,32 +10,9 @@ from cpython.pycapsule cimport (
     PyCapsule_IsValid,
     PyCapsule_SetName,
 )
-from libc.stdint cimport SIZE_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport SIZE_MAX
 
-cdef extern from "../_core/dlpack.h":
-    ctypedef struct kv_dl_device:
-        int32_t device_type
-        int32_t device_id
-    ctypedef struct kv_dl_type:
-        uint8_t code
-        uint8_t bits
-        uint16_t lanes
-    ctypedef struct kv_dl_tensor:
-        void* data
-        kv_dl_device device
-        int32_t ndim
-        kv_dl_type dtype
-        int64_t* shape
-        int64_t* strides
-        uint64_t byte_offset
-    ctypedef struct kv_dl_managed:
-        kv_dl_tensor dl_tensor
-        void (*deleter)(kv_dl_managed*) noexcept
-    ctypedef struct kv_dl_versioned:
-        uint32_t major
-        uint64_t flags
-        kv_dl_tensor dl_tensor
-        void (*deleter)(kv_dl_versioned*) noexcept
+from kvcore.strides import dense_strides
 
 # Names of DLPack's (code, bits).
 NAMES = {
@@ -97,11 +74,7 @@ cdef class Tensor:
         if t.strides != NULL:
             self.strides = tuple([item * t.strides[i] for i in range(t.ndim)])
         else:
-            steps = []
-            for size in reversed(self.shape):
-                steps.append(item)
-                item *= size
-            self.strides = tuple(steps[::-1])
+            self.strides = dense_strides(self.shape, item)
 
 
 def import_tensor(obj):

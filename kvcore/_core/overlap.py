@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvcore._core import spans
 from kvcore.errors import fail
+from kvcore.strides import merge_ranges
 
 __all__ = ["Access", "check_apart", "check_self", "extents", "merge", "named"]
 
@@ -128,17 +129,7 @@ def merge(starts: NDArray[np.int64], nbytes: NDArray[np.int64] | int) -> NDArray
     """Ranges [n, 2] from starts and lengths: ascending, touching ones merged."""
     if isinstance(nbytes, int):
         return spans.merge(starts.reshape(-1), nbytes)
-    if starts.size == 0:
-        return np.empty((0, 2), np.int64)
-    ends = starts + nbytes
-    order = np.argsort(starts, kind="stable")
-    starts, ends = starts[order], np.maximum.accumulate(ends[order])
-    first = np.empty(starts.size, bool)
-    first[0] = True
-    np.greater(starts[1:], ends[:-1], out=first[1:])
-    heads = np.flatnonzero(first)
-    tails = np.append(heads[1:], starts.size) - 1
-    return np.stack([starts[heads], ends[tails]], axis=1)
+    return merge_ranges(starts, starts + nbytes)
 
 
 def extents(plan: Any, written: bool) -> tuple[Access, ...]:
@@ -164,6 +155,6 @@ def named(plan: Any, side: list[tuple[int, NDArray[np.int64]]]) -> tuple[Access,
         ranges = parts[0]
         if len(parts) > 1:
             both = np.concatenate(parts)
-            ranges = merge(both[:, 0], both[:, 1] - both[:, 0])
+            ranges = merge_ranges(both[:, 0], both[:, 1])
         found.append(Access(plan.operator.arguments[i], plan.arrays[i], ranges))
     return tuple(found)

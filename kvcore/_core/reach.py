@@ -16,6 +16,7 @@ import numpy as np
 
 from kvcore._core import adopt
 from kvcore.errors import KVCoreError, fail
+from kvcore.strides import extent
 
 __all__ = ["Reach", "Seen", "as_read", "check"]
 
@@ -112,10 +113,5 @@ def _numpy(array: Any) -> tuple[int, int]:
 def _extent(
     address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
 ) -> tuple[int, int]:
-    if 0 in shape:
-        return address, address
-    low, high = address, address + itemsize
-    for size, step in zip(shape, strides, strict=True):
-        if size > 1:
-            low, high = low + min(0, (size - 1) * step), high + max(0, (size - 1) * step)
-    return low, high
+    low, high = extent(shape, strides, itemsize)
+    return address + low, address + high

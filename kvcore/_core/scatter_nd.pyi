@@ -12,7 +12,7 @@ class NdSpec(PagedSpec):
         lane: Lane,
         sizes: Sequence[int],
         steps: Sequence[int],
-        tokens: Sequence[tuple[int, int]],
+        tokens: Sequence[tuple[int, ...]],
         num_tokens: int,
         num_slots: int,
         index_arg: int,

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcore.strides import extent
+
 __all__ = ["Questions", "is_too_small", "questions"]
 
 LIBRARIES = ("libtorch_cpu.so", "libtorch_cpu.dylib", "torch_cpu.dll")
@@ -58,7 +60,7 @@ def is_too_small(tensor: Any) -> tuple[int, int] | None:
     """(bytes of the storage, bytes that the tensor needs of it) when these are more, else None."""
     if not tensor.numel():
         return None
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    _, past = extent(tensor.shape, tensor.stride(), 1)
+    needed = (tensor.storage_offset() + past) * tensor.element_size()
     size = tensor.untyped_storage().nbytes()
     return (size, needed) if needed > size else None

@@ -18,6 +18,7 @@ from kvcore._core.arrays import ArrayInfo
 from kvcore._core.overlap import check_self
 from kvcore.dtypes import DType
 from kvcore.errors import ParamNullError, SlotRangeError, fail, in_words, shown
+from kvcore.strides import is_dense
 
 __all__ = [
     "INT64_MAX",
@@ -69,14 +70,7 @@ def shape(info: ArrayInfo, wanted: Sequence[int], axes: str) -> None:
 
 def is_contiguous(info: ArrayInfo) -> bool:
     """Whether the elements lie one after the other in C order."""
-    if 0 in info.shape:
-        return True
-    step = info.itemsize
-    for size, stride in zip(reversed(info.shape), reversed(info.strides), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
+    return is_dense(info.shape, info.strides, info.itemsize)
 
 
 def output(info: ArrayInfo) -> None:

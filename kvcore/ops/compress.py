@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvcore._core.arrays import ArrayInfo
 from kvcore._core.lanes import WindowLane
 from kvcore._core.plan import Spec
 from kvcore._core.windows import WindowsSpec
@@ -34,6 +33,7 @@ from kvcore.ops.scatter_case import (
     Case,
 )
 from kvcore.soc import SoC
+from kvcore.strides import moving_strides
 
 __all__ = ["check", "place", "resolve"]
 
@@ -121,9 +121,9 @@ def _lane(case: Case, source_arg: int, cache_arg: int, head_size: int) -> Window
     assert source is not None
     assert cache is not None
     # The stride of an axis of one item says nothing and may be anything.
-    *outer, head_stride, tok_step = _steps(source)
+    *outer, head_stride, tok_step = moving_strides(source.shape, source.strides)
     start_stride, tok_stride = outer if case.number == 3 else outer * 2
-    block_stride, row_stride, _, page_step = _steps(cache)
+    block_stride, row_stride, _, page_step = moving_strides(cache.shape, cache.strides)
     if case.block_size == 1:
         row_stride = block_stride
     if case.blocks == 1:
@@ -141,12 +141,6 @@ def _lane(case: Case, source_arg: int, cache_arg: int, head_size: int) -> Window
         head_size,
         cache.itemsize,
     )
-
-
-def _steps(info: ArrayInfo) -> list[int]:
-    return [
-        stride if size > 1 else 0 for size, stride in zip(info.shape, info.strides, strict=True)
-    ]
 
 
 def _fault(case: Case, soc: SoC | None, rule: str, index: int, seen: int, other: int) -> Exception:

@@ -23,6 +23,7 @@ from kvcore.errors import fail
 from kvcore.ops import compress
 from kvcore.ops.scatter_case import SLOT_MAPPING, VALUE, VALUE_CACHE
 from kvcore.soc import PROFILES, Accepted, SoC
+from kvcore.strides import is_dense
 
 __all__ = ["KEY_ONLY", "KEY_VALUE", "apply", "check_scatter", "value_quirks"]
 
@@ -242,14 +243,7 @@ def _quirks_of_strides(case: Any) -> Iterator[str]:
 
 def _dense_from(info: ArrayInfo, axis: int) -> bool:
     """Whether the axes from ``axis`` on are C-contiguous."""
-    step = info.itemsize
-    for size, stride in zip(info.shape[:axis:-1], info.strides[:axis:-1], strict=True):
-        if size == 0:
-            return True
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return info.shape[axis] <= 1 or info.strides[axis] == step
+    return is_dense(info.shape, info.strides, info.itemsize, axis)
 
 
 def _quirks_950(case: Any, soc: SoC) -> Iterator[str]:

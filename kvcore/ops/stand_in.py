@@ -7,6 +7,7 @@ writable and of any size, so that a cache of gigabytes can be checked without on
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from kvcore import dtypes
 from kvcore._core import adopt, arrays
 from kvcore.dtypes import DType
 from kvcore.errors import fail, in_words, shown
+from kvcore.strides import dense_strides
 
 __all__ = ["StandIn", "info_of"]
 
@@ -54,13 +56,9 @@ def info_of(value: Any, name: str) -> Any:
     shape = _shape(value[0], name)
     row, spelled, itemsize, per_item = _dtype(value[1], name)
     shape = _stored(shape, per_item, spelled, name)
-    strides, step = [], itemsize
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    if step > 2**63 - 1:
+    if math.prod(max(size, 1) for size in shape) * itemsize > 2**63 - 1:
         fail(name, "an array below 2**63 bytes", f"shape {list(shape)} of {spelled}")
-    return StandIn(name, shape, tuple(reversed(strides)), row, spelled, itemsize)
+    return StandIn(name, shape, dense_strides(shape, itemsize), row, spelled, itemsize)
 
 
 def _stored(shape: tuple[int, ...], per_item: int, spelled: str, name: str) -> tuple[int, ...]:
@@ -89,8 +87,8 @@ def _dtype(value: Any, name: str) -> tuple[DType | None, str, int, int]:
     if isinstance(value, DType):
         return value, value.name, value.itemsize, 2 if value.packed else 1
     spelled = in_words(value)
+    row = dtypes.named(spelled)
     spelled = spelled.removeprefix("torch.")
-    row = dtypes.BY_NAME.get(adopt.TORCH_NAMES.get(spelled, spelled))
     if row is None:
         try:
             found = np.dtype(value)

@@ -6,19 +6,8 @@ and the way to give it back.  Here the element type is written over.
 """
 
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
-from libc.stdint cimport uint8_t, uint16_t
 
-cdef extern from "../_core/dlpack.h":
-    ctypedef struct kv_dl_type:
-        uint8_t code
-        uint8_t bits
-        uint16_t lanes
-    ctypedef struct kv_dl_tensor:
-        kv_dl_type dtype
-    ctypedef struct kv_dl_managed:
-        kv_dl_tensor dl_tensor
-    ctypedef struct kv_dl_versioned:
-        kv_dl_tensor dl_tensor
+from kvcore._core.dlpack cimport kv_dl_managed, kv_dl_type, kv_dl_versioned
 
 #: (code, bits, lanes) of DLPack 1.1 by the element type's name.  float4 is packed two a byte.
 TYPES = {

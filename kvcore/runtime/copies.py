@@ -22,6 +22,7 @@ from kvcore.errors import KVCoreError, ParamInvalidError, fail
 from kvcore.runtime._storage import BufferCore, move
 from kvcore.runtime.memory import PAGEABLE, array_of, space_of
 from kvcore.runtime.profile import D2H, H2D, HBM
+from kvcore.strides import coalesce, merge_ranges
 
 if TYPE_CHECKING:
     from kvcore.runtime.device import Device
@@ -66,7 +67,7 @@ class Access:
         """Rows (start, end), ascending and merged."""
         if self._ranges is None:
             rows = [ranges_of(array) for array in self._arrays]
-            self._ranges = rows[0] if len(rows) == 1 else merge(np.concatenate(rows))
+            self._ranges = rows[0] if len(rows) == 1 else merge_ranges(*np.concatenate(rows).T)
         return self._ranges
 
 
@@ -87,18 +88,7 @@ def ranges_of(array: npt.NDArray[Any]) -> Ranges:
     starts = np.array([start], np.int64)
     for n, stride in dims:
         starts = (np.arange(n, dtype=np.int64)[:, None] * stride + starts[None, :]).ravel()
-    return merge(np.stack([starts, starts + run], axis=1))
-
-
-def merge(rows: Ranges) -> Ranges:
-    """Sort rows (start, end) and join those that meet."""
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
-    if len(rows) < 2:
-        return rows
-    ends = np.maximum.accumulate(rows[:, 1])
-    first = np.concatenate([[True], rows[1:, 0] > ends[:-1]])
-    last = np.concatenate([first[1:], [True]])
-    return np.stack([rows[first, 0], ends[last]], axis=1)
+    return merge_ranges(starts, starts + run)
 
 
 def bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -114,18 +104,8 @@ def pieces_of(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     """Contiguous pieces of a copy between two arrays of one shape."""
     if a.flags.c_contiguous and b.flags.c_contiguous:
         return 1 if a.size else 0
-    run, pieces, broken = a.itemsize, 1, False
-    for n, s, t in zip(a.shape[::-1], a.strides[::-1], b.strides[::-1], strict=True):
-        if n == 0:
-            return 0
-        if n == 1:
-            continue
-        if not broken and s == run and t == run:
-            run *= n
-        else:
-            broken = True
-            pieces *= n
-    return pieces
+    axes, _ = coalesce(zip(a.shape, a.strides, b.strides, strict=True), a.itemsize)
+    return math.prod(count for count, *_ in axes) if a.size else 0
 
 
 def held(x: object, argument: str) -> list[arrays.Held]:

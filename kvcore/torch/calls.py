@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvcore._core.arrays import read
-from kvcore._core.lanes import coalesce
 from kvcore._core.overlap import Access, merge
+from kvcore.strides import coalesce
 
 __all__ = ["Call", "Choice", "PrivateCopy", "as_tensor", "ranges_of"]
 
@@ -110,10 +110,8 @@ def ranges_of(tensor: Tensor) -> Any:
     info = read(tensor)
     if 0 in info.shape:
         return np.empty((0, 2), np.int64)
-    levels, piece = coalesce(
-        [(n, step, step) for n, step in zip(info.shape, info.strides, strict=True)], info.itemsize
-    )
+    axes, piece = coalesce(zip(info.shape, info.strides, strict=True), info.itemsize)
     starts = np.array([info.address], np.int64)
-    for count, step, _ in levels:
+    for count, step in axes:
         starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)
     return merge(starts, piece)

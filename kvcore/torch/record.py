@@ -31,6 +31,7 @@ from kvcore._core import overlap
 from kvcore._core.overlap import Access
 from kvcore._core.plan import Plan
 from kvcore.errors import fail
+from kvcore.strides import extent, merge_ranges
 from kvcore.torch.formats import is_nz
 from kvcore.torch.vendor import Vendor
 
@@ -250,10 +251,8 @@ class _Payload:
 # ---------------------------------------------------------------- bytes of tensors
 def extent_bytes(tensor: Tensor) -> int:
     """Bytes from the tensor's first to its last."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return int((last + 1) * tensor.element_size())
+    _, past = extent(tensor.shape, tensor.stride(), 1)
+    return int(past * tensor.element_size())
 
 
 def bytes_of(tensor: Tensor) -> Bytes:
@@ -286,7 +285,7 @@ def _keep(
     if tensor.dtype in INDEX_DTYPES or tensor.data_ptr() not in known:
         return Kept(tensor, None, bytes_of(tensor), is_output=len(written) > 0)
     touched = np.concatenate([_ranges_of(tensor, reads), written])
-    touched = overlap.merge(touched[:, 0], touched[:, 1] - touched[:, 0])
+    touched = merge_ranges(touched[:, 0], touched[:, 1])
     return Kept(tensor, touched, take(_memory(tensor), touched), written, len(written) > 0)
 
 

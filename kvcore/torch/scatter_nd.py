@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from kvcore._core.arrays import ArrayInfo
-from kvcore._core.lanes import join, make_lane
+from kvcore._core.lanes import make_lane
 from kvcore._core.plan import Operator, Plan, Spec
 from kvcore._core.scatter_nd import NdSpec
 from kvcore.errors import ParamInvalidError, fail
 from kvcore.ops import checks
 from kvcore.soc import SoC
+from kvcore.strides import join, moving_strides
 
 __all__ = ["plan_scatter_nd_update"]
 
@@ -72,7 +73,7 @@ def _resolve(infos: tuple[ArrayInfo | None, ...], params: tuple[()], soc: SoC | 
     *lead, depth = indices.shape
     sizes = target.shape[:depth]
     # Only strides of axes of two and more lead anywhere.
-    used = [step if size > 1 else 0 for size, step in zip(sizes, target.strides, strict=False)]
+    used = moving_strides(sizes, target.strides[:depth])
     row_bytes = target.itemsize * math.prod(target.shape[depth:])
     unit = math.gcd(*used) or max(row_bytes, 1)
     steps = [step // unit for step in used]
@@ -93,13 +94,7 @@ def _resolve(infos: tuple[ArrayInfo | None, ...], params: tuple[()], soc: SoC | 
         ),
         item_bytes=target.itemsize,
     )
-    tokens = [
-        (count, step)
-        for count, step, _ in join(
-            (count, step, step)
-            for count, step in zip(lead, updates.strides[: len(lead)], strict=True)
-        )
-    ]
+    tokens = join(zip(lead, updates.strides[: len(lead)], strict=True))
     if tokens:
         lane = lane._replace(tok_stride=tokens[-1][1])
     if len(tokens) == 2:

@@ -28,6 +28,7 @@ from kvcore.npu.call import (
     values,
 )
 from kvcore.npu.cann import library
+from kvcore.strides import dense_strides
 
 MUTATIONS: dict[str, Break] = {}
 
@@ -199,7 +200,7 @@ def an_address_is_not_aligned(patch: Patch) -> None:
 @mutation
 def strides_are_lost(patch: Patch) -> None:
     def change(k: Any, dims: Any, steps: Any, at: int, whole: Any, p: int) -> tuple[Any, ...]:
-        dense = [n // k.itemsize for n in arrays.contiguous_strides(dims, k.itemsize)]
+        dense = [n // k.itemsize for n in dense_strides(dims, k.itemsize)]
         return k, dims, dense, at, whole, p
 
     tensor(patch, change)
@@ -334,15 +335,18 @@ def keys_are_passed_as_views(patch: Patch) -> None:
     )
 
 
+def first_rows(axes: list[Any], item: int) -> list[Any]:
+    shape = [size for size, _ in axes]
+    return list(zip(shape, dense_strides(shape, item), strict=True))
+
+
 @mutation
 def copies_are_of_the_first_rows(patch: Patch) -> None:
     wrap(
         patch,
         copies,
-        "joined",
-        lambda original, shape, strides, item: original(
-            shape, arrays.contiguous_strides(shape, item), item
-        ),
+        "coalesce",
+        lambda original, axes, item: original(first_rows(list(axes), item), item),
     )
 
 

@@ -16,9 +16,9 @@ import npu as calls
 from kvcore.errors import BackendUnavailableError, ParamInvalidError, SlotRangeError
 from kvcore.npu import options
 from kvcore.npu.call import copies, launch
-from kvcore.npu.call.copies import joined
 from kvcore.npu.call.device_arrays import DeviceArray
 from kvcore.npu.cann import library
+from kvcore.strides import coalesce
 
 Array = np.ndarray[Any, Any]
 T, H, D, NB, BS = 5, 2, 16, 3, 4
@@ -192,7 +192,7 @@ def test_a_strided_output(machine: str, double: Double) -> None:
 def test_axes_are_joined(
     shape: tuple[int, ...], strides: tuple[int, ...], run: int, axes: list[tuple[int, int]]
 ) -> None:
-    assert joined(shape, strides, 2) == (run, axes)
+    assert coalesce(zip(shape, strides, strict=True), 2) == (axes, run)
 
 
 # ---------------------------------------------------------------- empty calls, storage

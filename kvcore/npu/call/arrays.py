@@ -8,18 +8,19 @@ host, where ``backend="aclnn"`` was named: they are copied to the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from kvcore._core import adopt
 from kvcore._core.plan import Plan
-from kvcore.dtypes import BY_NAME, DType
+from kvcore.dtypes import BY_NAME, TORCH_NAMES, DType
 from kvcore.errors import fail
+from kvcore.strides import dense_strides, extent, is_dense
 
-__all__ = ["Argument", "contiguous_strides", "dtype_named", "element", "is_dense_from", "read_all"]
+__all__ = ["Argument", "dtype_named", "element", "is_dense_from", "read_all"]
 
 #: A storage must begin on this many bytes.
 ALIGNMENT = 32
@@ -73,7 +74,7 @@ class Argument:
         """A contiguous array of the same shape at another place on the device."""
         return replace(
             self,
-            strides=contiguous_strides(self.shape, self.itemsize),
+            strides=dense_strides(self.shape, self.itemsize),
             address=address,
             base=address,
             storage_bytes=max(self.nbytes, 1),
@@ -93,30 +94,19 @@ class Argument:
         )
 
 
-def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Strides in bytes of a C-contiguous array."""
-    steps, step = [], itemsize
-    for n in reversed(shape):
-        steps.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(steps))
-
-
 def is_dense_from(argument: Argument, axis: int) -> bool:
     """Whether the axes from ``axis`` on are C-contiguous among themselves.
 
     The others may lie apart, by whole elements: CANN counts in these.
     """
-    if 0 in argument.shape:
-        return True
-    step = argument.itemsize
-    pairs = list(zip(argument.shape, argument.strides, strict=True))
-    for n, stride in reversed(pairs[axis:]):
-        if n != 1 and stride != step:
-            return False
-        step *= n
-    item = argument.itemsize
-    return all((stride >= step and not stride % item) or n == 1 for n, stride in pairs[:axis])
+    shape, strides, item = argument.shape, argument.strides, argument.itemsize
+    if not is_dense(shape, strides, item, axis):
+        return False
+    size = item * math.prod(shape[axis:])
+    return 0 in shape or all(
+        n == 1 or (stride >= size and not stride % item)
+        for n, stride in zip(shape[:axis], strides[:axis], strict=True)
+    )
 
 
 def read_all(plan: Plan) -> tuple[Argument | None, ...]:
@@ -187,14 +177,13 @@ def _beside(one: Argument, first: Argument) -> None:
 def _inside(one: Argument) -> None:
     if one.size == 0:
         return
-    low = high = one.address
-    for n, stride in zip(one.shape, one.strides, strict=True):
-        low, high = low + min(0, (n - 1) * stride), high + max(0, (n - 1) * stride)
-    if low < one.base or high + one.itemsize > one.base + one.storage_bytes:
+    first, past = extent(one.shape, one.strides, one.itemsize)
+    low, high = one.address - one.base + first, one.address - one.base + past
+    if low < 0 or high > one.storage_bytes:
         fail(
             one.name,
             f"elements inside its storage of {one.storage_bytes} bytes",
-            f"bytes {low - one.base} to {high + one.itemsize - one.base} of it",
+            f"bytes {low} to {high} of it",
         )
     if one.base % ALIGNMENT:
         fail(one.name, f"a storage that begins on {ALIGNMENT} bytes", f"address {one.base:#x}")
@@ -209,7 +198,7 @@ def dtype_named(name: Any) -> DType | None:
         return name
     spelled = name if isinstance(name, str) else str(name)
     spelled = spelled.removeprefix("torch.")
-    spelled = adopt.TORCH_NAMES.get(spelled, spelled)
+    spelled = TORCH_NAMES.get(spelled, spelled)
     return BY_NAME[spelled if spelled in BY_NAME else np.dtype(name).name]
 
 

@@ -17,11 +17,12 @@ from kvcore._core.plan import Plan
 from kvcore._core.portability import Harm
 from kvcore.errors import fail
 from kvcore.npu import options
-from kvcore.npu.call.arrays import Argument, contiguous_strides, is_dense_from
+from kvcore.npu.call.arrays import Argument, is_dense_from
 from kvcore.npu.call.memory import Room
 from kvcore.npu.call.tensors import Handles
 from kvcore.npu.cann.library import Cann
 from kvcore.soc import SoC
+from kvcore.strides import dense_strides
 
 __all__ = ["INDEX_ARGUMENTS", "PLACEHOLDER_BYTES", "Call", "Placed", "optional", "required"]
 
@@ -112,7 +113,7 @@ class Call:
         infos = []
         for i, one in enumerate(self.arguments):
             if one is not None and i in self.copied:
-                one = replace(one, strides=contiguous_strides(one.shape, one.itemsize))
+                one = replace(one, strides=dense_strides(one.shape, one.itemsize))
             infos.append(one)
         spec = self.operator.spec_for(tuple(infos), self.params, self.soc)
         for text in spec.warnings:

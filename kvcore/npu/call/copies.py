@@ -20,8 +20,9 @@ from kvcore.npu.cann.constants import (
     ACL_MEMCPY_HOST_TO_DEVICE,
 )
 from kvcore.npu.cann.library import Cann
+from kvcore.strides import coalesce
 
-__all__ = ["gather", "joined", "to_device", "to_host"]
+__all__ = ["gather", "to_device", "to_host"]
 
 #: A queue of more copies than this for one argument costs more than the call is worth.
 MAX_COPIES = 4096
@@ -31,29 +32,11 @@ MAX_WIDTH, MAX_HEIGHT = 5_000_000, 5 << 20
 NOT_WITHIN_A_DEVICE = (100000, 107000, 200001, 200006, 207000)
 
 
-def joined(
-    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
-) -> tuple[int, list[tuple[int, int]]]:
-    """(bytes of a contiguous run, [(count, stride)] of the axes above it, outermost first)."""
-    run = itemsize
-    outer: list[tuple[int, int]] = []
-    for n, stride in reversed(list(zip(shape, strides, strict=True))):
-        if n == 1:
-            continue
-        if not outer and stride == run:
-            run *= n
-        elif outer and stride == outer[-1][0] * outer[-1][1]:
-            outer[-1] = (outer[-1][0] * n, outer[-1][1])
-        else:
-            outer.append((n, stride))
-    return run, outer[::-1]
-
-
 def gather(cann: Cann, argument: Argument, address: int, stream: int) -> None:
     """Queue copies of an array on the device to contiguous memory at an address."""
     if argument.size == 0:
         return
-    run, axes = joined(argument.shape, argument.strides, argument.itemsize)
+    axes, run = coalesce(zip(argument.shape, argument.strides, strict=True), argument.itemsize)
     rows, pitch = axes.pop() if axes else (1, run)
     source, kind = argument.address, ACL_MEMCPY_DEVICE_TO_DEVICE
     if argument.host_address is not None:

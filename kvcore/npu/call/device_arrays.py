@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from kvcore._core import adopt
 from kvcore.dtypes import BY_NAME
 from kvcore.npu.call import copies
-from kvcore.npu.call.arrays import contiguous_strides
 from kvcore.npu.call.memory import DeviceMemory, allocate
 from kvcore.npu.cann import library
+from kvcore.strides import dense_strides
 
 __all__ = ["DeviceArray"]
 
@@ -41,7 +41,7 @@ class DeviceArray:
         self.shape = tuple(shape)
         self.dtype = dtype
         self.itemsize = BY_NAME[dtype].itemsize
-        self.strides = tuple(strides or contiguous_strides(shape, self.itemsize))
+        self.strides = tuple(strides or dense_strides(shape, self.itemsize))
         self.address = memory.address + offset
         self.base = memory.address
         self.storage_bytes = memory.nbytes

@@ -8,11 +8,12 @@ from typing import Any
 
 from kvcore._core.plan import Plan
 from kvcore.errors import fail
-from kvcore.npu.call.arrays import Argument, contiguous_strides, dtype_named, element
+from kvcore.npu.call.arrays import Argument, dtype_named, element
 from kvcore.npu.call.call import PLACEHOLDER_BYTES, Call, Placed, optional, required
 from kvcore.npu.call.memory import Room
 from kvcore.npu.call.tensors import Handles
 from kvcore.soc import SoC
+from kvcore.strides import dense_strides
 
 __all__ = ["KeyScatterCall", "ScatterCall"]
 
@@ -91,7 +92,7 @@ class ScatterCall(Call):
         shape = (tokens, *pages.shape[-2:])
         if source in self.copied:
             fail(flat.name, "device memory with Nct", "host memory")
-        found = flat.seen_as(shape, contiguous_strides(shape, flat.itemsize))
+        found = flat.seen_as(shape, dense_strides(shape, flat.itemsize))
         room = found.base + found.storage_bytes - found.address
         if found.nbytes > room:
             fail(
@@ -107,7 +108,7 @@ class ScatterCall(Call):
         if lens is None or not self.four_d:
             return lens
         shape = self.argument("slot_mapping").shape
-        return lens.seen_as(shape, contiguous_strides(shape, lens.itemsize))
+        return lens.seen_as(shape, dense_strides(shape, lens.itemsize))
 
     def is_empty(self) -> bool:
         """No tokens, none with bytes, or caches without a slot (so every slot is negative)."""

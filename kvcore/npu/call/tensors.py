@@ -14,9 +14,10 @@ from types import TracebackType
 
 from kvcore.dtypes import DType
 from kvcore.errors import KVCoreError, fail
-from kvcore.npu.call.arrays import Argument, contiguous_strides
+from kvcore.npu.call.arrays import Argument
 from kvcore.npu.cann.constants import ACL_FORMAT_ND, ACL_SUCCESS
 from kvcore.npu.cann.library import Cann
+from kvcore.strides import dense_strides
 
 __all__ = ["Handles"]
 
@@ -107,7 +108,7 @@ def _describe(argument: Argument) -> tuple[DType, list[int], list[int], int, lis
     item = argument.itemsize
     shape = list(argument.shape)
     # Those of an axis of one mean nothing here, and may be anything; CANN looks at them.
-    dense = contiguous_strides(shape, item)
+    dense = dense_strides(shape, item)
     strides = [
         (stride if n > 1 else step) // item * scale
         for n, stride, step in zip(shape, argument.strides, dense, strict=True)

@@ -21,11 +21,12 @@ import numpy as np
 
 from kvcore._core.plan import Plan
 from kvcore.dtypes import BY_NAME
-from kvcore.npu.call.arrays import Argument, contiguous_strides, dtype_named, element
+from kvcore.npu.call.arrays import Argument, dtype_named, element
 from kvcore.npu.call.call import PLACEHOLDER_BYTES, Call, Placed, required
 from kvcore.npu.call.memory import Room
 from kvcore.npu.call.tensors import Handles
 from kvcore.soc import SoC
+from kvcore.strides import dense_strides
 
 __all__ = ["UpdateCall"]
 
@@ -80,10 +81,10 @@ class UpdateCall(Call):
         item = past.itemsize
         cache_shape = (batch, max_seq, 1, hidden)
         cache = past.seen_as(
-            cache_shape, contiguous_strides(cache_shape, item), self.layer * past.strides[0]
+            cache_shape, dense_strides(cache_shape, item), self.layer * past.strides[0]
         )
         key_shape = (new.size // hidden, 1, hidden)
-        key = new.seen_as(key_shape, contiguous_strides(key_shape, item))
+        key = new.seen_as(key_shape, dense_strides(key_shape, item))
         kind = BY_NAME[self.slots.dtype.name]
         like = replace(new, name="slots", itemsize=kind.itemsize, element=kind)
         shape = self.slots.shape

@@ -29,13 +29,13 @@ from numpy.typing import NDArray
 
 from kvcore import threads
 from kvcore._core import arrays, overlap
-from kvcore._core.lanes import meant_strides
 from kvcore._core.overlap import Access
 from kvcore._kernels import pool_rows
 from kvcore.errors import StreamError, fail
 from kvcore.offload.checks import check_device, check_identity, check_integer, read_indices
 from kvcore.offload.rows.full_lanes import FullLane, read_full
 from kvcore.offload.rows.policy import make_books
+from kvcore.strides import meant_strides
 
 __all__ = ["DevicePool", "PoolMove", "PoolOutput", "Selection"]
 

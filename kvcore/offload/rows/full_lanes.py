@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore._core import arrays
-from kvcore._core.lanes import meant_strides
 from kvcore.errors import ParamInvalidError, fail
 from kvcore.offload.checks import check_integer
+from kvcore.strides import meant_strides
 
 __all__ = ["FullLane", "read_full"]
 
