@@ -38,16 +38,33 @@ def _is_nz(cache: Any) -> bool:
     return int(torch.ops.npu.get_npu_format(cache)) == _NZ
 
 
+def _writable(operator: str, **written: Any) -> None:
+    """Refuse what ATB refuses to write: it reads strided tensors as copies, and writes none."""
+    for name, tensor in written.items():
+        if not tensor.is_contiguous():
+            raise RuntimeError(
+                f"{operator}: {name}: expected a contiguous tensor, which ATB writes, got shape "
+                f"{tuple(tensor.shape)} with strides {tuple(tensor.stride())}"
+            )
+
+
 def _reshape_and_cache(
     key: Any, value: Any, key_cache: Any, value_cache: Any, slot_indices: Any
 ) -> None:
-    mode = "PA_NZ" if _is_nz(key_cache) else "Norm"
+    _writable("_npu_reshape_and_cache", key_cache=key_cache, value_cache=value_cache)
+    mode = "PA_NZ" if _is_nz(key_cache) and _is_nz(value_cache) else "Norm"
     torch_npu.npu_scatter_pa_kv_cache(
-        key, value, key_cache, value_cache, slot_indices, cache_mode=mode
+        key.contiguous(),
+        value.contiguous(),
+        key_cache,
+        value_cache,
+        slot_indices.contiguous(),
+        cache_mode=mode,
     )
 
 
 def _reshape_and_cache_siso(key: Any, key_cache: Any, slot_indices: Any) -> None:
+    _writable("_npu_reshape_and_cache_siso", key_cache=key_cache)
     if _is_nz(key_cache):
         raise RuntimeError("_npu_reshape_and_cache_siso: the cache must be ND, got FRACTAL_NZ")
     rows = key_cache.view(-1, *key_cache.shape[2:])
@@ -70,14 +87,17 @@ def _load_into(
     key: Any,
     value: Any,
 ) -> tuple[Any, Any]:
+    _writable("npu_paged_cache_load", key=key, value=value)
+    # Of a strided tensor ATB reads a contiguous copy; aclnn's gather takes no account of strides
+    # within a block.  seq_starts counts tokens, and both skip whole blocks of them.
     torch_npu.npu_gather_pa_kv_cache(
-        key_cache,
-        value_cache,
-        block_table,
-        context_lens,
+        key_cache.contiguous(),
+        value_cache.contiguous(),
+        block_table.contiguous(),
+        context_lens.contiguous(),
         key,
         value,
-        seq_offset=seq_starts,
+        seq_offset=None if seq_starts is None else seq_starts.contiguous(),
         is_seq_lens_cumsum=cumsum,
     )
     return key, value
@@ -92,7 +112,12 @@ def _load(
     seq_starts: Any = None,
     cumsum: bool = False,
 ) -> tuple[Any, Any]:
-    tokens = int(context_lens[-1] if cumsum else context_lens.sum())
+    lengths = context_lens.tolist()
+    if not cumsum and min(lengths, default=0) < 0:
+        raise RuntimeError(
+            f"npu_paged_cache_load: context_lens: expected no negative value, got {min(lengths)}"
+        )
+    tokens = (lengths[-1] if lengths else 0) if cumsum else sum(lengths)
     new = [cache.new_empty((tokens, *cache.shape[2:])) for cache in (key_cache, value_cache)]
     return _load_into(
         key_cache,

@@ -152,6 +152,47 @@ def test_paged_cache_load(npu: Any, torch: Any) -> None:
         assert torch.equal(out.cpu(), expected)
 
 
+@pytest.mark.parametrize("cumulative", [False, True])
+def test_paged_cache_load_of_views(npu: Any, torch: Any, cumulative: bool) -> None:
+    """Both caches are parts of one, as an MLA cache is; requests begin at a block of their own."""
+    both = rows(torch, 5, 16, 1, 96)
+    tables = torch.tensor([[4, 1, 0], [2, 3, 1]], dtype=torch.int32)
+    lengths = torch.tensor([0, 20, 27] if cumulative else [20, 7], dtype=torch.int32)
+    starts = torch.tensor([17, 32], dtype=torch.int32)
+    keys, values = both.npu().split([64, 32], dim=-1)
+    given = (keys, values, tables.npu(), lengths.npu())
+    got = npu.atb.npu_paged_cache_load(*given, seq_starts=starts.npu(), cumsum=cumulative)
+    outs = [torch.zeros(27, 1, n, dtype=torch.float16).npu() for n in (64, 32)]
+    npu.atb.npu_paged_cache_load(
+        *given, seq_starts=starts.npu(), cumsum=cumulative, key=outs[0], value=outs[1]
+    )
+    expected = torch.cat([both[1], both[0][:4], both[1][:7]])
+    for found in (got, outs):
+        assert torch.equal(torch.cat(list(found), dim=-1).cpu(), expected)
+
+
+def test_what_atb_does_not_write(npu: Any, torch: Any) -> None:
+    """Strided caches and outputs, which ATB refuses as well; nothing is written."""
+    whole = torch.zeros(2, 16, 2, 64, dtype=torch.float16).npu()
+    part, good = whole[..., :32], torch.zeros(2, 16, 2, 32, dtype=torch.float16).npu()
+    key, slot = rows(torch, 1, 2, 32).npu(), torch.zeros(1, dtype=torch.int32).npu()
+    with pytest.raises(RuntimeError, match="value_cache: expected a contiguous tensor"):
+        npu._npu_reshape_and_cache(key, key, good, part, slot)
+    with pytest.raises(RuntimeError, match="key_cache: expected a contiguous tensor"):
+        npu._npu_reshape_and_cache_siso(key, part, slot)
+    table = torch.zeros(1, 1, dtype=torch.int32).npu()
+    out = torch.zeros(16, 2, 64, dtype=torch.float16).npu()[..., :32]
+    lengths = torch.tensor([16], dtype=torch.int32).npu()
+    with pytest.raises(RuntimeError, match="key: expected a contiguous tensor"):
+        npu.atb.npu_paged_cache_load(good, good, table, lengths, key=out, value=out)
+    with pytest.raises(RuntimeError, match="context_lens: expected no negative value, got -16"):
+        npu.atb.npu_paged_cache_load(good, good, table, -lengths)
+    assert not whole.cpu().any()
+    assert not good.cpu().any()
+    npu._npu_reshape_and_cache(key.transpose(0, 1).reshape(1, 2, 32), key, good, good.clone(), slot)
+    assert torch.equal(good[0, 0].cpu(), key[0].cpu())
+
+
 def test_gather_selection(npu: Any, torch: Any) -> None:
     k_rope, kv = rows(torch, 4, 4, 16), rows(torch, 4, 4, 32, seed=4)
     arrays = {
