@@ -21,7 +21,7 @@ from kvcore.errors import CaptureError, ParamInvalidError
 from kvcore.runtime._marks import KIND_CALL, Mark
 from kvcore.runtime._observe import call_site
 from kvcore.runtime._storage import BufferCore, Storage
-from kvcore.runtime.memory import PAGEABLE, space_of
+from kvcore.runtime.memory import PAGEABLE, host_memory, space_of
 
 if TYPE_CHECKING:
     from kvcore.runtime._queue import Queue
@@ -66,7 +66,11 @@ class Graph:
                 owner = access.owner
                 if isinstance(owner, BufferCore):
                     self._storages[id(owner.storage)] = owner.storage
-                elif self.device.profile is not None and space_of(owner) == PAGEABLE:
+                elif (
+                    self.device.profile is not None
+                    and space_of(owner) == PAGEABLE
+                    and host_memory(owner) is not None  # else it is another owner's device memory
+                ):
                     raise self.device._capture_error(
                         access.argument, "copy pageable memory, which the device cannot capture"
                     )

@@ -112,3 +112,17 @@ def test_a_thread_without_a_device(npu: Any, torch: Any) -> None:
     thread.start()
     thread.join()
     assert seen == [[1.0, 1.0, 1.0]]
+
+
+def test_swapped_memory_may_be_the_first_that_is_asked_for(program: Any) -> None:
+    """Before anything has initialised the runtime in this process."""
+    done = program(
+        "import kvcore.emulator\n"
+        "kvcore.emulator.start(memory=1 << 28)\n"
+        "import torch, torch_npu\n"
+        "x = torch_npu.empty_with_swapped_memory([8], dtype=torch.float32, device='npu:0')\n"
+        "x.fill_(2.0)\n"
+        "assert (x + 1).cpu().tolist() == [3.0] * 8\n"
+        "assert kvcore.emulator.reports() == [], kvcore.emulator.reports()\n"
+    )
+    assert done.returncode == 0, done.stderr

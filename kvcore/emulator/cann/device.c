@@ -206,9 +206,10 @@ static int reset(const char *symbol, int32_t device, bool force) {
 int aclrtResetDevice(int32_t device) { return reset("aclrtResetDevice", device, false); }
 int aclrtResetDeviceForce(int32_t device) { return reset("aclrtResetDeviceForce", device, true); }
 
-// A thread without a device is an ordinary answer here: torch_npu asks so in every thread.
+// A thread without a device is an ordinary answer here, before aclInit too: torch_npu asks so in every
+// thread, and first of all for memory that it swaps.
 int aclrtGetDevice(int32_t *device) {
-    int code = enter("aclrtGetDevice", INIT, "%p", (void *)device);
+    int code = enter("aclrtGetDevice", CALLABLE, "%p", (void *)device);
     if (code) return leave(code);
     if (!device) return leave(violate(INVALID_PARAM, "1.3", "device is NULL"));
     if (!kvd_context()) return leave(error(RT_CONTEXT_NULL, "this thread has no device set"));
