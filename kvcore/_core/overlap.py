@@ -7,6 +7,7 @@ Whether two strided views meet in a byte is a bounded Diophantine problem; numpy
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,9 @@ from kvcore._core import spans
 from kvcore.errors import fail
 from kvcore.strides import merge_ranges
 
-__all__ = ["Access", "check_apart", "check_self", "extents", "merge", "named"]
+__all__ = [
+    "Access", "check_all_apart", "check_apart", "check_self", "extents", "merge", "named",
+]  # fmt: skip
 
 # Candidate solutions numpy may look at: some 10 ms at the most.
 MAX_WORK = 100_000
@@ -123,6 +126,37 @@ def check_self(info: Any) -> None:
             "elements with bytes of their own",
             f"overlapping ones (shape {info.shape}, strides {info.strides} bytes)",
         )
+
+
+def check_all_apart(infos: Iterable[Any]) -> None:
+    """Raise when two of these arrays, all of them outputs, share a byte.
+
+    Bounds are compared first; where they meet, as in a slab that layers share, the answer depends
+    on shapes, strides and distance alone and is found once.
+    """
+    known: set[object] = set()
+    open_ones: list[tuple[int, Any]] = []
+    for low, high, info in sorted(
+        (_bounds(info) for info in infos if 0 not in info.shape), key=lambda one: one[:2]
+    ):
+        open_ones = [(end, other) for end, other in open_ones if end > low]
+        for _, other in open_ones:
+            form = (other.shape, other.strides, other.itemsize, info.shape, info.strides)
+            key = (*form, info.itemsize, info.address - other.address)
+            if key not in known:
+                check_apart((info, other), 0, 1)
+                known.add(key)
+        open_ones.append((high, info))
+
+
+def _bounds(info: Any) -> tuple[int, int, Any]:
+    """(first byte, one past the last byte, the array's info)."""
+    low = high = info.address
+    for size, step in zip(info.shape, info.strides, strict=True):
+        if size > 1:
+            low += min(0, (size - 1) * step)
+            high += max(0, (size - 1) * step)
+    return low, high + info.itemsize, info
 
 
 def merge(starts: NDArray[np.int64], nbytes: NDArray[np.int64] | int) -> NDArray[np.int64]:

@@ -15,12 +15,18 @@ from kvcore.benchmarks.runner import Measurement
 from kvcore.errors import fail
 from kvcore.json_files import parse_json
 
-__all__ = ["append", "last"]
+__all__ = ["append", "last", "refuse_others"]
 
 #: A run of all cases is some ten thousand bytes.
 MAX_LINE_BYTES = 1 << 20
 #: Of one time over another: some thousands at the most.
 LARGEST_RATIO = 1e9
+
+
+def refuse_others(path: Path) -> None:
+    """Raise ParamInvalidError for a file that holds something else than runs: no line is added."""
+    if path.is_file() and path.stat().st_size:
+        last(path, "--save")
 
 
 def append(path: Path, machine: Mapping[str, Any], measurements: Iterable[Measurement]) -> None:
@@ -52,7 +58,7 @@ def _append(path: Path, line: bytes) -> None:
             raise
 
 
-def last(path: Path) -> dict[str, Any]:
+def last(path: Path, argument: str = "--compare") -> dict[str, Any]:
     """The cases of the file's newest run; ParamInvalidError for a file that holds none."""
     newest: dict[str, Any] | None = None
     with path.open("rb") as stream:
@@ -60,9 +66,9 @@ def last(path: Path) -> dict[str, Any]:
             if line.strip():
                 newest = _cases(line)
                 if newest is None:
-                    fail("--compare", "a file written with --save", f"{path}, line {number}")
+                    fail(argument, "a file written with --save", f"{path}, line {number}")
     if newest is None:
-        fail("--compare", "a file with at least one run", str(path))
+        fail(argument, "a file with at least one run", str(path))
     return newest
 
 

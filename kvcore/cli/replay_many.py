@@ -25,8 +25,10 @@ MAX_SHOWN = 200
 
 def run_compare(namespace: argparse.Namespace) -> int:
     """Print the differences of two reports."""
+    from kvcore.cli.replay_options import refuse_outputs
     from kvcore.replay.report.comparison import compare, read_report
 
+    refuse_outputs(namespace)
     first, second = namespace.compare
     differences = compare(read_report(first), read_report(second))
     beyond = [d for d in differences if d.relative > namespace.tolerance]
@@ -48,16 +50,28 @@ def _short(value: object) -> str:
 def run_sweep(namespace: argparse.Namespace, requests: Sequence[TraceRequest]) -> int:
     """Run the points that have no report yet, print all."""
     from kvcore.cli.interrupt import Interrupt
-    from kvcore.cli.outputs import refuse_unwritable, refuse_unwritable_folder, write_json
+    from kvcore.cli.outputs import (
+        refuse_shared,
+        refuse_unwritable,
+        refuse_unwritable_folder,
+        write_json,
+    )
     from kvcore.cli.replay_offload import model_of, options_of
+    from kvcore.cli.replay_options import files_read
     from kvcore.replay.sweep import grid, run_on_ray, run_processes
 
-    refuse_unwritable(namespace.json)
+    reads = files_read(namespace)
+    refuse_unwritable(namespace.json, reads=reads)
     refuse_unwritable_folder(namespace.results)
     model = model_of(namespace)
     options = options_of(namespace, model, requests)
     folder = Path(namespace.results)
     points = grid(namespace.sweep, options, model, requests, folder)
+    # A point's report is written, or read where an earlier run left it.
+    devices = {p.options.device for p in points if p.options.device.endswith(".toml")}
+    own = [] if namespace.json in (None, "-") else [namespace.json]
+    refuse_shared((point.path for point in points), (*reads, *devices, *own))
+    refuse_unwritable(namespace.json, reads=devices)
     jobs = namespace.jobs or os.cpu_count() or 1
     reports: dict[str, dict[str, Any]] = {}
     terminal = sys.stderr is not None and sys.stderr.isatty()

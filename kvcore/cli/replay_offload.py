@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvcore.cli import status
 from kvcore.cli.outputs import refuse_unwritable, write_json
 from kvcore.cli.printing import tell
+from kvcore.cli.replay_options import files_read
 
 if TYPE_CHECKING:
     from kvcore.replay.models.profile import ModelProfile
@@ -87,7 +88,8 @@ def run_offload(
         from kvcore.replay.report.html import check_plotly
 
         check_plotly()
-    refuse_unwritable(namespace.json, namespace.perfetto, namespace.html, reads=(namespace.trace,))
+    outputs = (namespace.json, namespace.perfetto, namespace.html)
+    refuse_unwritable(*outputs, reads=files_read(namespace))
     model = model_of(namespace)
     replay = OffloadReplay(requests, model, options_of(namespace, model, requests))
     with Interrupt() as interrupt, progress_of(namespace.progress) as progress:

@@ -8,8 +8,9 @@ import math
 from collections.abc import Callable
 
 from kvcore.cli.parser import Parser, integer
+from kvcore.errors import fail
 
-__all__ = ["CACHE_ONLY", "OFFLOAD_ONLY", "add_options", "given"]
+__all__ = ["CACHE_ONLY", "OFFLOAD_ONLY", "add_options", "files_read", "given", "refuse_outputs"]
 
 GENERATED_REQUESTS = 100
 DEFAULT_CACHE_MIB = 256
@@ -30,10 +31,26 @@ OFFLOAD_ONLY = {
     "perfetto": "--trace", "html": "--html", "sweep": "--sweep",
 }  # fmt: skip
 
+#: Options that name a file to write.
+OUTPUTS = {"json": "--json", "perfetto": "--trace", "html": "--html"}
+
 
 def given(namespace: argparse.Namespace, names: dict[str, str]) -> list[str]:
     """Those of the options that were written."""
     return [option for name, option in names.items() if getattr(namespace, name) is not None]
+
+
+def files_read(namespace: argparse.Namespace) -> tuple[str, ...]:
+    """Those that the options name."""
+    named = (namespace.model, namespace.device)
+    files = [name for name in named if name is not None and name.endswith((".toml", ".json"))]
+    return (*files, *([] if namespace.trace is None else [namespace.trace]))
+
+
+def refuse_outputs(namespace: argparse.Namespace) -> None:
+    """Raise for options that name a file beside ``--compare``, which writes none."""
+    for option in given(namespace, OUTPUTS):
+        fail(option, "no file to write beside --compare", "one")
 
 
 def number(low: float, high: float) -> Callable[[str], float]:

@@ -52,7 +52,8 @@ class PrefillOffloader:
     """A ring of ``depth`` staging buffers between a computation and the host.
 
     full:       by layer id (any integers), the lanes of the full cache on the host, each
-                [blocks, block_size, size]; written by the copies.  ``host`` buffers of the device,
+                [blocks, block_size, size]; written by the copies, so no two may share a byte
+                (layers may interleave in one slab).  ``host`` buffers of the device,
                 or plain arrays (copied at a pageable array's speed).
     max_tokens: rows of a staging buffer: the most tokens of one hand-over.
     copies:     the stream that copies.
@@ -90,6 +91,7 @@ class PrefillOffloader:
             layer: [arrays.Held(lane, f"full[{layer}]") for lane in lanes]
             for layer, lanes in self._full.items()
         }
+        overlap.check_all_apart(held.info for lanes in self._held.values() for held in lanes)
         self._device, self._copies = device, copies
         self.max_tokens, self.depth = max_tokens, depth
         self._stored: dict[int, Event] = {}

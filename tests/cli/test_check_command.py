@@ -192,6 +192,16 @@ def test_a_mode_that_does_not_exist_is_refused_everywhere(
     assert "refused without a SoC too: scatter_mode: expected one of" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("word", ["cache_mode=foo", "scatter_mode=foo", "dtype=foo"])
+def test_a_word_without_its_arrays_is_no_call(
+    capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    assert check(word) == 2
+    assert "key: expected an array" in capsys.readouterr().err
+    assert check(HALVES + " " + word) == 1  # which is one, that no machine accepts
+    assert word.split("=")[0] in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------- other operators
 @pytest.mark.parametrize("layer", ["layer_id=0", "layer_id=1:int32"])
 def test_kv_cache_update(layer: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,3 +206,35 @@ def test_two_hand_overs_of_one_row() -> None:
         for lanes in full.values():
             assert (lanes[0] == wanted[:, :, None]).all()
         offloader.close()
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_lanes_that_share_bytes(kind: str) -> None:
+    """Lanes of two layers, or two of one, on the same memory; layers of one slab have their own."""
+    slab = np.zeros((BLOCKS, 3, BLOCK, 2 * SIZE), np.uint8)
+    apart = {
+        layer: [slab[:, layer, :, :SIZE], slab[:, layer, :, SIZE:]] for layer in range(3)
+    }  # every lane lies between the bytes of every other
+    with kvcore.Device() as device:
+
+        def make(full: Any) -> None:
+            if kind == "prefill":
+                copies = device.stream("copies")
+                PrefillOffloader(device, full, max_tokens=4, copies=copies).close()
+                return
+            DecodeEngine(
+                device, full, groups=((0, 1, 2),), max_batch=1, max_tokens=BLOCK, topk=2,
+                select=lambda *_: [0], rows=lambda *_: [], attend=lambda _: None,
+            ).close()  # fmt: skip
+
+        make(apart)
+        for full, seen in (
+            (apart | {2: apart[0]}, r"full\[2\].*bytes shared with full\[0\]"),
+            (apart | {1: [apart[1][0]] * 2}, r"full\[1\].*bytes shared with full\[1\]"),
+            (
+                apart | {1: [slab[:, 1, :, 1 : SIZE + 1], apart[1][1]]},
+                r"full\[1\].*memory of its own.*bytes shared with full\[1\]",
+            ),
+        ):
+            with pytest.raises(ParamInvalidError, match=seen):
+                make(full)

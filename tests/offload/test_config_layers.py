@@ -173,3 +173,19 @@ def test_who_chooses_the_top_k(tmp_path: Path, extra: dict[str, Any], right: Any
 def test_bad_fields_are_refused(tmp_path: Path, extra: dict[str, Any], match: str) -> None:
     with pytest.raises(ParamInvalidError, match=match):
         load(tmp_path, {**SPARSE, **extra})
+
+
+def test_a_field_that_comes_twice(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    once = json.dumps(DENSE)
+    path.write_text(once[:-1] + ', "num_hidden_layers": 24}')
+    with pytest.raises(
+        ParamInvalidError, match=r"config.json: key 'num_hidden_layers' comes twice"
+    ):
+        ModelProfile.from_config(path)
+    # Of the whole file as well as of its parts; the number that no float holds says nothing.
+    path.write_text('{"rope_scaling": {"factor": 2, "factor": 3}, ' + once[1:])
+    with pytest.raises(ParamInvalidError, match=r"config.json: key 'factor' comes twice"):
+        ModelProfile.from_config(path)
+    path.write_text('{"time_step_limit": [0.0, Infinity], ' + once[1:])
+    assert ModelProfile.from_config(path).layers == 12

@@ -65,6 +65,8 @@ def run(namespace: argparse.Namespace) -> int:
         if name not in CASES:
             fail("CASE", f"one of {', '.join(CASES)}", repr(name))
     refuse_unwritable(namespace.save)
+    if namespace.save:
+        history.refuse_others(namespace.save)
     before = history.last(namespace.compare) if namespace.compare else {}
     measured = []
     with Interrupt() as interrupt:

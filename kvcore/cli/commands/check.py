@@ -183,6 +183,13 @@ def _verdict(
     except ParamNullError:
         raise
     except KVCoreError as error:
+        # Without its arrays it is no call, whatever the other words are.
+        try:
+            question.ask({name: call[name] for name in question.arrays if name in call})
+        except ParamNullError:
+            raise
+        except KVCoreError:
+            pass
         return Verdict(line, times, None, dict.fromkeys(socs, str(error)), {}, str(error))
     return Verdict(
         line,

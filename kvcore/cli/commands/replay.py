@@ -15,6 +15,7 @@ from kvcore.cli.replay_options import (
     GENERATED_REQUESTS,
     OFFLOAD_ONLY,
     add_options,
+    files_read,
     given,
 )
 
@@ -90,7 +91,7 @@ def _run_caches(namespace: argparse.Namespace) -> int:
     from kvcore.cli.progress import progress_of
     from kvcore.replay import Replay
 
-    refuse_unwritable(namespace.json, reads=(namespace.trace,))
+    refuse_unwritable(namespace.json, reads=files_read(namespace))
     shape = _shape(namespace)
     num_blocks = _num_blocks(namespace, shape)
     source, requests = _requests(namespace)

@@ -64,8 +64,9 @@ class DecodeEngine:
     """Decodes a batch of requests whose full caches are on the host.
 
     full:       by layer id (any integers of at least 0), the lanes of the real layers, each
-                [blocks, block_size, size]; written.  On a modelled device swapped or device
-                memory, since kernels read it in place.
+                [blocks, block_size, size]; written, so no two may share a byte (layers may
+                interleave in one slab).  On a modelled device swapped or device memory, since
+                kernels read it in place.
     groups:     all layer ids, by group that shares its top-k; those not in ``full`` are accounted.
     max_batch:  requests at a time; max_real: of them real ones (memory is taken for so many).
     max_tokens: positions are below it.

@@ -124,3 +124,4 @@ def check_full(device: Device, layers: Mapping[int, Sequence[FullLane]]) -> None
         if [lane.row_bytes for lane in lanes] != [lane.row_bytes for lane in first]:
             seen = str([lane.row_bytes for lane in lanes])
             fail(f"full[{layer}]", f"rows of {[lane.row_bytes for lane in first]} bytes", seen)
+    overlap.check_all_apart(lane.given.info for lanes in layers.values() for lane in lanes)

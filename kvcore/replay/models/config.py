@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvcore.errors import fail
+from kvcore.json_files import unique_keys
 from kvcore.replay.models.config_layers import cached_layers, index_layers
 from kvcore.replay.models.profile import ModelFigure, ModelProfile, read_text
 
@@ -29,7 +30,8 @@ def read_config(path: str | os.PathLike[str]) -> ModelProfile:
     """
     text = read_text(path)
     try:
-        config = json.loads(text)
+        # NaN and Infinity are read: transformers writes them, in fields that say nothing here.
+        config = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:  # integers of thousands of digits among them
         fail("model", "a JSON file", f"{os.fspath(path)}: {error}")
     return _from_config(os.fspath(path), config)
