@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcore.soc import SoC
+
 __all__ = ["Case", "cases_of"]
 
 Arrays = dict[str, NDArray[Any]]
@@ -35,7 +37,8 @@ class Case:
 def cases_of(soc: str) -> Iterator[Case]:
     """Every case that a SoC has."""
     random = np.random.default_rng(20)
-    first_gen = soc != "950"
+    machine = SoC(soc).profile
+    scatter = machine.scatter
     yield _norm("ScatterPaKvCache, Norm, float16", random, np.dtype(np.float16), 64, 64)
     yield _norm(
         "ScatterPaKvCache, Norm, bfloat16, Dk != Dv", random, np.dtype(ml_dtypes.bfloat16), 128, 64
@@ -45,19 +48,23 @@ def cases_of(soc: str) -> Iterator[Case]:
     yield _fused(random)
     yield _nz(random)
     yield _nct(random)
-    if first_gen:
+    if scatter.key_only:
         yield _key_only(random, "scatter_pa_kv_cache", "scenario 6: 0-dim tensors as the value")
+    if scatter.nhsd is not None:
         yield _nhsd(random)
+    if scatter.windows is not None:
         for mode in ("Alibi", "Rope", "Omni"):
             yield _windows(random, mode)
+    if machine.update is not None:
         yield _update(random)
-    else:
+    if scatter.key_alone:
         yield _key_only(random, "scatter_pa_cache", "")
+    if 3 in scatter.scenarios:
         for mode in ("Alibi", "Rope"):
             yield _padded_windows(random, mode)
     for mode in ("Norm", "PA_NZ"):
         yield _gather(random, mode)
-    if first_gen:
+    if machine.selection is not None:
         yield _selection(random, topk=64, block=1, steps=2)
         yield _selection(random, topk=8, block=64, steps=1)
 

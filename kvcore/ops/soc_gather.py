@@ -8,7 +8,6 @@ ops-transformer (documents, tilings and kernels).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -16,28 +15,26 @@ from numpy.typing import NDArray
 
 from kvcore._core.arrays import ArrayInfo
 from kvcore._core.portability import Harm, warn
-from kvcore.dtypes import BY_NAME, DATA_DTYPES, DType
+from kvcore.dtypes import DType
 from kvcore.ops import checks
-from kvcore.soc import SoC
+from kvcore.soc import PROFILES, SoC
 
 __all__ = ["SelectionQuirks", "check_gather_pa", "check_gather_selection", "out_of_range_note"]
 
 Numbers = NDArray[np.int64]
 
-#: Data types of the A2 and A3 kernels of both operators.
-NARROW = tuple(BY_NAME[name] for name in ("float16", "bfloat16", "int8"))
-#: Data types of the 950's GatherPaKvCache.
-WIDE = tuple(row for row in DATA_DTYPES if not row.packed)
-INT32 = BY_NAME["int32"]
-#: GatherPaKvCache, A2 and A3: a token is whole 32-byte units and fits the unified buffer.
-TOKEN_UNIT_BYTES = 32
-MAX_TOKEN_BYTES = 148 * 1024
+#: Position in the argument list of gather_pa_kv_cache.
+SEQ_OFFSET = 6
 
 
-def _one_of(info: ArrayInfo, seen: DType, known: Iterable[DType], soc: SoC) -> None:
-    if seen not in known:
-        names = ", ".join(row.name for row in known)
-        checks.fail(info.name, f"one of {names} on {soc}", seen)
+def _one_of(info: ArrayInfo, seen: DType, known: tuple[str, ...], soc: SoC) -> None:
+    if seen.name not in known:
+        checks.fail(info.name, f"one of {', '.join(known)} on {soc}", seen)
+
+
+def _indices(argument: str, seen: DType, known: tuple[str, ...], soc: SoC) -> None:
+    if seen.name not in known:
+        checks.fail(argument, f"dtype {' or '.join(known)} on {soc}", seen)
 
 
 # ---------------------------------------------------------------- gather_pa_kv_cache
@@ -45,12 +42,14 @@ def _one_of(info: ArrayInfo, seen: DType, known: Iterable[DType], soc: SoC) -> N
 
 def out_of_range_note(soc: SoC | None) -> str:
     """What the error of a block outside the cache adds about that hardware."""
-    return " (a 950 fills those rows with zeros)" if soc is not None and soc.name == "950" else ""
+    if soc is None or not soc.profile.gather.zeros_out_of_range:
+        return ""
+    return f" (a {soc} fills those rows with zeros)"
 
 
 def check_gather_pa(case: Any, soc: SoC) -> tuple[str, ...]:
     """Raise where the documents forbid a gather_pa.Case; the texts of its warnings otherwise."""
-    wide = soc.name == "950"
+    table = soc.profile.gather
     if case.cache_mode == "NHSD":
         checks.fail("cache_mode", f"'Norm' or 'PA_NZ' on {soc}", repr("NHSD"))
     if len(case.lanes) == 1:
@@ -59,38 +58,24 @@ def check_gather_pa(case: Any, soc: SoC) -> tuple[str, ...]:
     for cache, dtype, token_bytes in zip(caches, case.dtypes, case.token_bytes, strict=True):
         if len(cache.shape) == 5:
             checks.fail(cache.name, f"a 4-D cache on {soc}", list(cache.shape))
-        _one_of(cache, dtype, WIDE if wide else NARROW, soc)
-        if not wide and token_bytes % TOKEN_UNIT_BYTES:
+        _one_of(cache, dtype, table.dtypes, soc)
+        if table.token_unit_bytes is not None and token_bytes % table.token_unit_bytes:
             checks.fail(
                 cache.name,
-                f"tokens (H*D) of whole {TOKEN_UNIT_BYTES}-byte units on {soc}",
+                f"tokens (H*D) of whole {table.token_unit_bytes}-byte units on {soc}",
                 f"{token_bytes} bytes",
             )
-        if not wide and token_bytes > MAX_TOKEN_BYTES:
+        if table.token_bytes is not None and token_bytes > table.token_bytes:
             checks.fail(
                 cache.name,
-                f"tokens (H*D) of at most {MAX_TOKEN_BYTES} bytes on {soc}",
+                f"tokens (H*D) of at most {table.token_bytes} bytes on {soc}",
                 f"{token_bytes} bytes",
             )
-    key_type, value_type = case.dtypes
-    mixed = (
-        wide
-        and key_type.name == "float8_e4m3fn"
-        and value_type.name
-        in (
-            "float16",
-            "bfloat16",
-        )
-    )
-    if key_type is not value_type and not mixed:
-        expected = f"dtype {key_type} as key_cache on {soc}"
-        if wide:
-            expected += " (or a float8_e4m3fn key with a float16 or bfloat16 value)"
-        checks.fail("value_cache", expected, value_type)
-    if not wide and case.index_dtype is not INT32:
-        checks.fail("block_tables", f"dtype int32 on {soc}", case.index_dtype)
+    _one_dtype(case, table.mixed, soc)
+    _indices("block_tables", case.index_dtype, table.index_dtypes, soc)
     warnings: list[str] = []
-    if not wide and case.cache_mode == "PA_NZ" and any(i is not None for i in case.infos[6:]):
+    offset = case.infos[SEQ_OFFSET]
+    if table.offset_in_columns and case.cache_mode == "PA_NZ" and offset is not None:
         warnings.append(
             Harm(f"seq_offset: in PA_NZ, {soc} adds it to the column undivided by the block size")
         )
@@ -100,16 +85,19 @@ def check_gather_pa(case: Any, soc: SoC) -> tuple[str, ...]:
     return tuple(warnings)
 
 
+def _one_dtype(case: Any, mixed: tuple[str, tuple[str, ...]] | None, soc: SoC) -> None:
+    """Key and value have one dtype, but for the pairs that a machine may mix."""
+    key, value = case.dtypes
+    if key is value or (mixed is not None and key.name == mixed[0] and value.name in mixed[1]):
+        return
+    expected = f"dtype {key} as key_cache on {soc}"
+    if mixed is not None:
+        expected += f" (or a {mixed[0]} key with a {' or '.join(mixed[1])} value)"
+    checks.fail("value_cache", expected, value)
+
+
 # ---------------------------------------------------------------- gather_selection_kv_cache
 
-#: GatherSelectionKvCache on A3: its document's bounds.
-MAX_SELECTION_TOPK = 2048
-MAX_TOPK_OF_WIDE_BLOCKS = 32
-MAX_STEPS = 7
-MAX_ROPE_SIZE = 64
-MAX_KV_SIZE = 656
-#: The unified buffer that the kernel's row buffers share.
-UNIFIED_BUFFER_BYTES = 192 * 1024
 # Positions in the operator's argument list.
 ROPE, CACHE, TABLE = range(3)
 
@@ -120,48 +108,53 @@ def _padded(nbytes: int) -> int:
 
 def check_gather_selection(case: Any, soc: SoC) -> tuple[str, ...]:
     """Raise where the document forbids a gather_selection.Case; its warnings' texts otherwise."""
-    if soc.name not in ("A2", "A3"):
-        checks.fail("soc", "'A3' or 'A2' (no other has GatherSelectionKvCache)", repr(soc.name))
+    most = soc.profile.selection
+    if most is None:
+        checks.fail(
+            "soc", f"{_who_selects()} (no other has GatherSelectionKvCache)", repr(soc.name)
+        )
     cache, table = case.info(CACHE), case.info(TABLE)
     rope = case.infos[ROPE]
-    _one_of(cache, case.dtype, NARROW, soc)
-    if rope is not None and case.dtype.name == "int8":
-        checks.fail("selection_k_rope", f"an empty pair of ropes with int8 on {soc}", "an array")
-    if case.index_dtype is not INT32:
-        checks.fail("selection_kv_block_table", f"dtype int32 on {soc}", case.index_dtype)
+    _one_of(cache, case.dtype, most.dtypes, soc)
+    if rope is not None and case.dtype.name in most.without_rope:
+        expected = f"an empty pair of ropes with {case.dtype} on {soc}"
+        checks.fail("selection_k_rope", expected, "an array")
+    _indices("selection_kv_block_table", case.index_dtype, most.index_dtypes, soc)
     for info in case.infos:
         if info is not None and not checks.is_contiguous(info):
             checks.fail(info.name, f"a contiguous array on {soc}", f"strides {info.strides} bytes")
     ids = "selection_topk_indices"
-    if case.topk > MAX_SELECTION_TOPK:
-        checks.fail(ids, f"a top-k of at most {MAX_SELECTION_TOPK} on {soc}", case.topk)
-    if case.topk > MAX_TOPK_OF_WIDE_BLOCKS and case.block != 1:
+    if case.topk > most.topk:
+        checks.fail(ids, f"a top-k of at most {most.topk} on {soc}", case.topk)
+    if case.topk > most.topk_of_blocks and case.block != 1:
         checks.fail(
             "selection_topk_block_size",
-            f"1 with a top-k above {MAX_TOPK_OF_WIDE_BLOCKS} on {soc}",
+            f"1 with a top-k above {most.topk_of_blocks} on {soc}",
             case.block,
         )
-    if case.steps > MAX_STEPS:
-        checks.fail(ids, f"at most {MAX_STEPS} rows a request (S) on {soc}", case.steps)
+    if case.steps > most.steps:
+        checks.fail(ids, f"at most {most.steps} rows a request (S) on {soc}", case.steps)
     needed = case.rows * table.shape[1]
     if cache.shape[0] < needed:
         checks.fail(
             "selection_kv_cache", f"at least {needed} blocks (rows * SMAX) on {soc}", cache.shape[0]
         )
     rope_size = 0 if rope is None else rope.shape[2]
-    if rope_size > MAX_ROPE_SIZE:
-        checks.fail("selection_k_rope", f"R of at most {MAX_ROPE_SIZE} on {soc}", rope_size)
-    if cache.shape[2] > MAX_KV_SIZE:
-        checks.fail("selection_kv_cache", f"K of at most {MAX_KV_SIZE} on {soc}", cache.shape[2])
+    if rope_size > most.rope_size:
+        checks.fail("selection_k_rope", f"R of at most {most.rope_size} on {soc}", rope_size)
+    if cache.shape[2] > most.kv_size:
+        checks.fail("selection_kv_cache", f"K of at most {most.kv_size} on {soc}", cache.shape[2])
     warnings: list[str] = []
-    if soc.name == "A2":
+    if not most.documented:
+        documented = " and ".join(_documented())
         warnings.append(
-            "soc: GatherSelectionKvCache is documented for A3 only, though built for A2"
+            f"soc: GatherSelectionKvCache is documented for {documented} only, though built for "
+            f"{soc}"
         )
-    if case.topk <= MAX_TOPK_OF_WIDE_BLOCKS and case.steps != 1:
+    if case.topk <= most.topk_of_blocks and case.steps != 1:
         warnings.append(
             Harm(
-                f"{ids}: the kernel for a top-k up to {MAX_TOPK_OF_WIDE_BLOCKS} takes one row a "
+                f"{ids}: the kernel for a top-k up to {most.topk_of_blocks} takes one row a "
                 f"request, got S = {case.steps}"
             )
         )
@@ -173,14 +166,27 @@ def check_gather_selection(case: Any, soc: SoC) -> tuple[str, ...]:
         + _padded(4 * table.shape[1])
         + 32
     )
-    if needed > UNIFIED_BUFFER_BYTES:
+    if needed > most.buffer_bytes:
         warnings.append(
             Harm(
                 f"selection_topk_block_size: a row's buffers take {needed} bytes on the device, "
-                f"whose unified buffer has {UNIFIED_BUFFER_BYTES}"
+                f"whose unified buffer has {most.buffer_bytes}"
             )
         )
     return tuple(warnings)
+
+
+def _documented() -> list[str]:
+    """The machines that the document names."""
+    tables = {name: soc.profile.selection for name, soc in PROFILES.items()}
+    return [name for name, table in tables.items() if table is not None and table.documented]
+
+
+def _who_selects() -> str:
+    """The machines that have the operator, those of its document first."""
+    names = _documented()
+    names += [n for n, soc in PROFILES.items() if soc.profile.selection and n not in names]
+    return " or ".join(map(repr, names))
 
 
 # ---------------------------------------------------------------- warned of, by contents
@@ -201,8 +207,11 @@ class SelectionQuirks:
     )
 
     def __init__(self, case: Any, soc: SoC) -> None:
+        table = soc.profile.selection
+        assert table is not None
         self.case = case
         self.soc = soc.name
+        self.short = table.topk_of_blocks
 
     def __call__(self, plan: Any) -> None:
         """Warn of what a plan's values, which are right by the operator's rules, lead to."""
@@ -243,7 +252,7 @@ class SelectionQuirks:
 
     def _stopped(self, tokens: Numbers, ids: Numbers) -> str:
         """The kernel for a short top-k stops at a row's first negative id."""
-        if self.case.topk > MAX_TOPK_OF_WIDE_BLOCKS:
+        if self.case.topk > self.short:
             return ""
         wanted = self._wanted(tokens, ids)
         behind = np.logical_or.accumulate(ids < 0, axis=1)
@@ -255,14 +264,14 @@ class SelectionQuirks:
                 at = int(np.flatnonzero(ids[row] < 0)[0])
                 return (
                     f"selection_topk_indices: the kernel for a top-k up to "
-                    f"{MAX_TOPK_OF_WIDE_BLOCKS} stops at the negative id at place {at} of row "
+                    f"{self.short} stops at the negative id at place {at} of row "
                     f"{row} and leaves out the {len(lost)} behind it"
                 )
         return ""
 
     def _counted(self, tokens: Numbers, theirs: Numbers, ids: Numbers) -> str:
         """The kernel for a long top-k takes S for the number of new tokens."""
-        if self.case.topk <= MAX_TOPK_OF_WIDE_BLOCKS:
+        if self.case.topk <= self.short:
             return ""
         differ = self._wanted(tokens, ids) != self._wanted(theirs, ids)
         found = np.flatnonzero((tokens > 0) & differ.any(1))
@@ -270,7 +279,7 @@ class SelectionQuirks:
             return ""
         row = found[0]
         return (
-            f"full_q_actual_seq: the kernel for a top-k above {MAX_TOPK_OF_WIDE_BLOCKS} takes "
+            f"full_q_actual_seq: the kernel for a top-k above {self.short} takes "
             f"S = {self.case.steps} for the number of new tokens, so that row {row} sees "
             f"{theirs[row]} tokens and not {tokens[row]}"
         )

@@ -21,8 +21,9 @@ from kvcore._core.plan import Spec
 from kvcore._core.portability import Harm, warn
 from kvcore.errors import fail
 from kvcore.ops import compress
-from kvcore.ops.scatter_case import SLOT_MAPPING, VALUE, VALUE_CACHE
+from kvcore.ops.scatter_case import KEY, SLOT_MAPPING, VALUE, VALUE_CACHE
 from kvcore.soc import PROFILES, Accepted, SoC
+from kvcore.soc.scatter import Scatter, WindowKernels
 from kvcore.strides import is_dense
 
 __all__ = ["KEY_ONLY", "KEY_VALUE", "apply", "check_scatter", "value_quirks"]
@@ -65,21 +66,21 @@ def check_scatter(case: Any, soc: SoC, operator: str = KEY_VALUE) -> tuple[str, 
         )
     if case.tokens == 0:
         return ()
-    quirks = _quirks_950 if soc.name == "950" else _quirks_910
-    return tuple(type(text)(f"{soc.name}: {text}") for text in quirks(case, soc))
+    found = _quirks(case, soc.profile.scatter)
+    return tuple(type(text)(f"{soc.name}: {text}") for text in found)
 
 
 # ---------------------------------------------------------------- refused
 def _check_scenario(case: Any, soc: SoC, operator: str) -> None:
-    profile = soc.profile
-    rows = profile.scatter_kv if operator == KEY_VALUE else profile.scatter_key
+    table = soc.profile.scatter
+    rows = table.key_value if operator == KEY_VALUE else table.key_alone
     if not rows:
-        others = [s.name for s in PROFILES.values() if s.profile.scatter_key]
+        others = [s.name for s in PROFILES.values() if s.profile.scatter.key_alone]
         fail("soc", f"{' or '.join(map(repr, others))} for {operator}", repr(soc.name))
     here = f"on {soc.name} ({_DOCUMENT[operator]})"
     if case.number not in {row.scenario for row in rows} and not case.key_only:
         _refuse_scenario(case, rows, here)
-    if operator == KEY_VALUE and case.key_only and case.number not in profile.key_only:
+    if operator == KEY_VALUE and case.key_only and case.number not in table.key_only:
         _refuse_key_only(case, soc, here)
     if case.key_only:
         _check_scalars(case, here)
@@ -107,13 +108,13 @@ def _refuse_scenario(case: Any, rows: tuple[Accepted, ...], here: str) -> None:
     expected = f"a call of scenario {known} {here}"
     if case.number == 7:
         fail("scatter_mode", expected, "'NHSD' (scenario 7)")
-    fail("key", expected, f"scenario {_label(case)}, shape {list(case.infos[0].shape)}")
+    fail("key", expected, f"scenario {_label(case)}, shape {list(case.infos[KEY].shape)}")
 
 
 def _refuse_key_only(case: Any, soc: SoC, here: str) -> None:
-    value = case.infos[3]
-    seen = "None" if value is None else "a 0-d array"
-    only = _either(tuple(map(str, soc.profile.key_only))) if soc.profile.key_only else ""
+    seen = "None" if case.infos[VALUE] is None else "a 0-d array"
+    key_only = soc.profile.scatter.key_only
+    only = _either(tuple(map(str, key_only))) if key_only else ""
     hint = f"key only is scenario {only}" if only else "key only is scatter_pa_cache"
     fail("value", f"an array in scenario {case.number} {here}; {hint}", seen)
 
@@ -131,10 +132,12 @@ def _check_scalars(case: Any, here: str) -> None:
 
 
 def _check_nz(case: Any, soc: SoC) -> None:
-    most = soc.profile.nz_block_size
+    table = soc.profile.scatter
+    most = table.nz_block_size
     if case.block_size > most:
         fail("key_cache", f"block_size < {most + 1} in PA_NZ on {soc.name}", case.block_size)
-    if soc.name != "950" and case.value_dtype.name == "int8" and case.dtype.name != "int8":
+    mixed = case.value_dtype.name == "int8" and case.dtype.name != "int8"
+    if mixed and not table.int8_value:
         fail("value", f"int8 only beside an int8 key on {soc.name}", f"int8 beside {case.dtype}")
 
 
@@ -151,13 +154,11 @@ def _check_nct(case: Any, soc: SoC) -> None:
 
 
 def _check_nhsd(case: Any, soc: SoC) -> None:
-    profile = soc.profile
-    assert profile.nhsd_heads is not None
-    assert profile.nhsd_block_items is not None
-    assert profile.nhsd_token_bytes is not None
+    most = soc.profile.scatter.nhsd
+    assert most is not None  # else the scenario was refused
     where = f"in NHSD on {soc.name}"
-    if case.heads > profile.nhsd_heads:
-        fail("key", f"fewer than {profile.nhsd_heads + 1} heads {where}", case.heads)
+    if case.heads > most.heads:
+        fail("key", f"fewer than {most.heads + 1} heads {where}", case.heads)
     total = 0
     for source_arg, cache_arg, head_size in case.lanes():
         source, cache = case.infos[source_arg], case.infos[cache_arg]
@@ -165,59 +166,79 @@ def _check_nhsd(case: Any, soc: SoC) -> None:
         if size % NZ_BYTES:
             multiple = NZ_BYTES // source.itemsize
             fail(source.name, f"a head size that is a multiple of {multiple} {where}", head_size)
-        if case.block_size * head_size > profile.nhsd_block_items:
+        if case.block_size * head_size > most.block_items:
             fail(
                 cache.name,
-                f"block_size * head_size < {profile.nhsd_block_items + 1} {where}",
+                f"block_size * head_size < {most.block_items + 1} {where}",
                 f"{case.block_size} * {head_size} = {case.block_size * head_size}",
             )
         total += case.heads * size
-    if total > profile.nhsd_token_bytes:
+    if total > most.token_bytes:
         fail(
             "key",
-            f"fewer than {profile.nhsd_token_bytes + 1} bytes in the key and value of a token "
-            f"{where}",
+            f"fewer than {most.token_bytes + 1} bytes in the key and value of a token {where}",
             total,
         )
 
 
 # ---------------------------------------------------------------- warned of
-def _quirks_910(case: Any, soc: SoC) -> Iterator[str]:
+def _quirks(case: Any, table: Scatter) -> Iterator[str]:
     if case.number in (4, 5):
-        yield from _quirks_of_windows(case, soc)
+        if table.windows is None:
+            yield f"the tiling of today refuses compression with a 3-D key (scenario {case.number})"
+        else:
+            yield from _quirks_of_windows(case, table.windows)
     elif case.number == 7:
-        most = soc.profile.nhsd_tiling_bytes
-        assert most is not None
+        assert table.nhsd is not None
+        most = table.nhsd.tiling_bytes
         total = sum(case.heads * d * case.infos[i].itemsize for i, _, d in case.lanes())
         if total > most:
             yield (
                 f"the tiling keeps 1 KiB for itself and refuses {total} bytes in the key and "
                 f"value of a token (most: {most})"
             )
-    elif case.rule == "rows" and case.scatter_mode == "None":
+    elif case.rule == "Nct":
+        if table.short_nct:
+            yield from _quirks_of_short_nct(case)
+    elif case.rule == "rows" and case.scatter_mode == "None" and not table.outer_strides:
         yield from _quirks_of_strides(case)
 
 
-def _quirks_of_windows(case: Any, soc: SoC) -> Iterator[str]:
+def _quirks_of_short_nct(case: Any) -> Iterator[str]:
+    for lane, (source_arg, _, head_size) in enumerate(case.lanes()):
+        end = case.tokens * case.strides[lane] + case.offsets[lane]
+        most = (case.tokens - 1) * case.heads * head_size
+        if end > most:
+            yield (
+                f"the tiling refuses T * stride + offset > (T-1) * H * D, for "
+                f"{case.infos[source_arg].name} {end} > {most}"
+            )
+
+
+def _quirks_of_windows(case: Any, kernels: WindowKernels) -> Iterator[str]:
     key, value = case.head_size, case.value_head_size
     if key != value:
         yield Harm(
             f"the compression kernels take the key's head size {key} for the value too, "
             f"which has {value}"
         )
+    multiple = kernels.head_size_multiple
     for name, size in (("key", key), ("value", value)):
-        if size % NZ_BYTES and (name == "key" or size != key):
+        if size % multiple and (name == "key" or size != key):
             yield Harm(
-                f"the compression kernels assume head sizes that are multiples of {NZ_BYTES}; "
+                f"the compression kernels assume head sizes that are multiples of {multiple}; "
                 f"{name} has {size}"
             )
-    most = soc.profile.mean_head_size
-    if case.number == 5 and most is not None and max(key, value) > most:
+    most = kernels.mean_head_size
+    if case.number == 5 and max(key, value) > most:
         yield Harm(
             f"the {case.rule} kernel has room for head sizes up to {most}, not {max(key, value)}"
         )
-    if case.index_dtype.name != "int32":
-        yield Harm(f"the compression kernels read int32 indices, and these are {case.index_dtype}")
+    if case.index_dtype.name != kernels.index_dtype:
+        yield Harm(
+            f"the compression kernels read {kernels.index_dtype} indices, and these are "
+            f"{case.index_dtype}"
+        )
 
 
 def _quirks_of_strides(case: Any) -> Iterator[str]:
@@ -246,29 +267,16 @@ def _dense_from(info: ArrayInfo, axis: int) -> bool:
     return is_dense(info.shape, info.strides, info.itemsize, axis)
 
 
-def _quirks_950(case: Any, soc: SoC) -> Iterator[str]:
-    if case.number in (4, 5):
-        yield f"the tiling of today refuses compression with a 3-D key (scenario {case.number})"
-    if case.number == 2 and case.rule == "Nct":
-        for lane, (source_arg, _, head_size) in enumerate(case.lanes()):
-            end = case.tokens * case.strides[lane] + case.offsets[lane]
-            most = (case.tokens - 1) * case.heads * head_size
-            if end > most:
-                yield (
-                    f"the tiling refuses T * stride + offset > (T-1) * H * D, for "
-                    f"{case.infos[source_arg].name} {end} > {most}"
-                )
-
-
 # ---------------------------------------------------------------- warned of, by contents
 def value_quirks(case: Any, soc: SoC) -> Callable[[Any], None] | None:
     """What a plan calls with itself, its values checked, to warn of them; None: no such quirk."""
-    first_gen = soc.name != "950"
-    if case.tokens == 0 or case.number not in ((4, 5, 7) if first_gen else _COMPRESSION):
+    if case.tokens == 0:
         return None
-    if case.number == 7:
-        return _NegativeSlots(soc.name, case.number)
-    return _Windows(soc.name, case)
+    if case.number in _COMPRESSION:
+        return _Windows(soc, case)
+    if case.number in soc.profile.scatter.negative_slots[0]:
+        return _NegativeSlots(soc, case.number)
+    return None
 
 
 class _RepeatText:
@@ -298,9 +306,12 @@ class _NegativeSlots:
     #: The arrays whose values are read, for Plan.values.
     arguments: tuple[str, ...] = ("slot_mapping",)
 
-    def __init__(self, soc: str, number: int) -> None:
-        self.soc = soc
+    def __init__(self, soc: SoC, number: int) -> None:
+        scenarios, effect = soc.profile.scatter.negative_slots
+        self.soc = soc.name
         self.number = number
+        self.writes_them = number in scenarios
+        self.effect = f"is not skipped: it {effect}" if effect.startswith("writes") else effect
 
     def __call__(self, plan: Any) -> None:
         slots = plan.values("slot_mapping")
@@ -310,14 +321,9 @@ class _NegativeSlots:
         """Warn of the first negative slot whose run has rows."""
         found = np.flatnonzero((slots < 0) & (rows > 0))
         if found.size:
-            effect = (
-                "skips single rows of its run, not the run"
-                if self.soc == "950"
-                else "is not skipped: it writes in front of the cache"
-            )
             warn(
                 Harm(
-                    f"{self.soc}: slot_mapping[{found[0]}] = {slots[found[0]]} {effect} "
+                    f"{self.soc}: slot_mapping[{found[0]}] = {slots[found[0]]} {self.effect} "
                     f"(scenario {self.number})"
                 )
             )
@@ -326,8 +332,9 @@ class _NegativeSlots:
 class _Windows(_NegativeSlots):
     """Scenarios 3, 4, 5: a run per (batch, head)."""
 
-    def __init__(self, soc: str, case: Any) -> None:
+    def __init__(self, soc: SoC, case: Any) -> None:
         super().__init__(soc, case.number)
+        self.whole_windows = soc.profile.scatter.whole_windows
         self.rule = case.rule
         self.heads = case.heads
         self.blocks = case.blocks
@@ -343,14 +350,14 @@ class _Windows(_NegativeSlots):
             self.warn_of_sum(plan, windows)
         if self.rule in _MEANS_OR_DROPS:
             starts = plan.values("compress_seq_offset")
-            if self.soc == "950":
+            if self.whole_windows:
                 self.warn_of_windows(windows, starts)
             tokens = np.repeat(plan.values("seq_lens"), self.heads)
             kept = tokens - windows + ((windows > 0) if self.rule == "Rope" else 0)
             rows = kept
             rows[starts == -1] = tokens[starts == -1]
-        # On the 950 the tiling refuses 4 and 5 before a slot counts.
-        if self.soc != "950" or self.number == 3:
+        # Where the tiling refuses a scenario, no slot counts.
+        if self.writes_them:
             self.warn_of(plan.values("slot_mapping"), rows)
 
     def warn_of_sum(self, plan: Any, windows: NDArray[np.int64]) -> None:

@@ -11,8 +11,6 @@ from kvcore.soc import PROFILES, SoC
 
 __all__ = ["check_update"]
 
-ALIGN_BYTES = 32
-
 
 def check_update(
     new_kv: ArrayInfo,
@@ -28,21 +26,25 @@ def check_update(
     hidden: elements of a token; indices: layer_id (None for a Python int), token_offset, seq_len.
     Source: ascend-transformer-boost, kvcache_operation.cpp and kvcache_kernel.cpp.
     """
-    profile = soc.profile
-    if profile.update_token_bytes is None:
+    table = soc.profile.update
+    if table is None:
         others = [repr(s.name) for s in PROFILES.values() if s.profile.update]
         fail("soc", f"{' or '.join(others)} for kv_cache_update", repr(soc.name))
-    if dtype.name not in profile.update:
-        fail("new_kv", f"dtype {' or '.join(profile.update)} on {soc.name}", dtype)
+    if dtype.name not in table.dtypes:
+        fail("new_kv", f"dtype {' or '.join(table.dtypes)} on {soc.name}", dtype)
     for info in indices:
-        if info is not None and info.dtype is not None and info.dtype.name != "int32":
-            fail(info.name, f"dtype int32 on {soc.name}", info.dtype)
+        if (
+            info is not None
+            and info.dtype is not None
+            and info.dtype.name not in table.index_dtypes
+        ):
+            fail(info.name, f"dtype {' or '.join(table.index_dtypes)} on {soc.name}", info.dtype)
     size = hidden * dtype.itemsize
-    if size % ALIGN_BYTES:
-        multiple = ALIGN_BYTES // dtype.itemsize
+    if size % table.token_unit_bytes:
+        multiple = table.token_unit_bytes // dtype.itemsize
         fail("past", f"a hidden size that is a multiple of {multiple} on {soc.name}", hidden)
-    if size > profile.update_token_bytes:
-        fail("past", f"at most {profile.update_token_bytes} bytes a token on {soc.name}", size)
+    if size > table.token_bytes:
+        fail("past", f"at most {table.token_bytes} bytes a token on {soc.name}", size)
     loose = [info.name for info in (new_kv, past, *indices) if info and not is_contiguous(info)]
     if not loose:
         return ()

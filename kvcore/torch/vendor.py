@@ -162,8 +162,7 @@ def _reshape_and_cache(
     slot_indices: Tensor,
 ) -> Call:
     mode = _cache_mode(key_cache, value_cache)
-    if value is None and value_cache is None and mode == "Norm" and _is_950(soc):
-        # There ATB hands key only to ScatterPaCache, as ScatterPaKvCache does not take it.
+    if value is None and value_cache is None and mode == "Norm" and _has_two_operators(soc):
         plan = kvcore.plan_scatter_pa_cache(key, key_cache, slot_indices, soc=soc)
     else:
         plan = kvcore.plan_scatter_pa_kv_cache(
@@ -181,10 +180,14 @@ def _warn_of_int64(soc: SoC, **tensors: Tensor | None) -> None:
             portability.warn(f"{soc:s}: {name} is int64, and ATB's operators take int32 indices")
 
 
-def _is_950(soc: Any) -> bool:
-    """Whether the 950's limits hold for a call."""
+def _has_two_operators(soc: Any) -> bool:
+    """Whether a call's machine has key only in ScatterPaCache, where ScatterPaKvCache has none of
+    it, so that ATB hands it there."""
     found = current() if soc is None else resolve(soc)
-    return found is not None and found.name == "950"
+    if found is None:
+        return False
+    scatter = found.profile.scatter
+    return not scatter.key_only and bool(scatter.key_alone)
 
 
 def _reshape_and_cache_siso(soc: Any, key: Tensor, key_cache: Tensor, slot_indices: Tensor) -> Call:

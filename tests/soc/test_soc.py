@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import re
 import threading
@@ -16,6 +17,7 @@ import pytest
 import kvcore
 from kvcore import soc as socs
 from kvcore.errors import ParamInvalidError
+from kvcore.soc import printing
 
 NAMES = ("A2", "A3", "950")
 
@@ -86,10 +88,10 @@ def test_printing_a_soc_prints_its_table(name: str, capsys: pytest.CaptureFixtur
     profile = kvcore.SoC(name).profile
     lines = text.splitlines()
     assert lines[0].startswith(f"{name}: {profile.product}, NpuArch {profile.arch}, ")
-    for row in profile.scatter_kv:
+    for row in profile.scatter.key_value:
         assert any(re.match(rf"  {row.scenario} +", line) for line in lines), row
-    assert f"block_size <= {profile.nz_block_size}" in text
-    for _, quirk in profile.quirks:
+    assert f"block_size <= {profile.scatter.nz_block_size}" in text
+    for _, quirk in printing.quirks(profile):
         assert quirk in text
     for source in profile.sources:
         assert source in text
@@ -125,7 +127,10 @@ def test_a2_and_a3_accept_the_same() -> None:
     differing = {
         field for field in a2.__dataclass_fields__ if getattr(a2, field) != getattr(a3, field)
     }
-    assert differing == {"product", "names", "pattern"}
+    # The document of the selection names the A3 alone.
+    assert differing == {"product", "names", "pattern", "selection"}
+    assert a2.selection is not None
+    assert dataclasses.replace(a2.selection, documented=True) == a3.selection
 
 
 @pytest.mark.parametrize("name", NAMES)

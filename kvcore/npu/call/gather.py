@@ -38,7 +38,7 @@ class GatherCall(Call):
         self.ask_the_table()
 
     def _free_axes(self) -> dict[str, int]:
-        if self.soc.name == "950":
+        if self.soc.profile.gather.outer_strides:
             return {
                 one.name: len(one.shape) - 1
                 for i, one in enumerate(self.arguments)

@@ -57,7 +57,7 @@ class ScatterCall(Call):
     def _free_axes(self) -> dict[str, int]:
         if self.scatter_mode != "None" or self.four_d:
             return {}
-        if self.soc.name == "950":
+        if self.soc.profile.scatter.outer_strides:
             return {
                 one.name: len(one.shape) - 1
                 for one in self.arguments[: VALUE_CACHE + 1]
