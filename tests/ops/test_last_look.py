@@ -47,7 +47,7 @@ class Thief:
             self.armed = False
             self.acted = True
             self.victim.resize((1,) * self.victim.ndim, refcheck=False)
-            sizes = [2**n for n in range(5, 14)] * 6
+            sizes = [2**n for n in range(5, 14)] * 2
             self.canaries = [np.full(size, 0xA5, np.uint8) for size in sizes]
 
     def check(self) -> None:
@@ -111,8 +111,10 @@ def sweep(
 ) -> None:
     """Act at the first opportunity, at the second, and so on until a call offers no more."""
     case = CASES[name]
-    with warnings.catch_warnings():
+    expected = quietly(case.expected)
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
+        patch.setattr(Case, "expected", lambda _self: expected)
         for victim in victims(case):
             disturb(case, planned, victim, Thief(-1), **changed)  # warm
             for turn in range(5000):
@@ -497,7 +499,7 @@ def test_torch_storage_that_goes_in_a_function_mode(planned: bool) -> None:
                         canaries.extend(torch.full((512,), 7, dtype=torch.int16) for _ in range(64))
             return func(*args, **(kwargs or {}))
 
-    for turn in range(1, 50):
+    for turn in (1, 2, 3, 4, 7, 12, 20, 60):
         seen, armed = 0, False
         canaries: list[Any] = []
         key = torch.ones((2, 2, 16), dtype=torch.int16)
