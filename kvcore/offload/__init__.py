@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     from kvcore.offload.decode.engine import DecodeEngine, DecodeStep
     from kvcore.offload.decode.layer_events import LayerEvents
     from kvcore.offload.decode.moves import AttentionInput
-    from kvcore.offload.decode.result import DecodeFailed, DecodeTotals, RequestStep, StepResult
+    from kvcore.offload.decode.result import (
+        DecodeFailed,
+        DecodeStatistics,
+        DecodeTotals,
+        RequestStep,
+        StepResult,
+    )
     from kvcore.offload.decode.write_policy import WRITE_POLICIES
     from kvcore.offload.prefill import PrefillOffloader
     from kvcore.offload.rows.device_pool import DevicePool, Selection
@@ -36,12 +42,14 @@ _HOMES = {
     "decode.engine": ("DecodeEngine", "DecodeStep"),
     "decode.layer_events": ("LayerEvents",),
     "decode.moves": ("AttentionInput",),
-    "decode.result": ("DecodeFailed", "DecodeTotals", "RequestStep", "StepResult"),
+    "decode.result": (
+        "DecodeFailed", "DecodeStatistics", "DecodeTotals", "RequestStep", "StepResult",
+    ),
     "decode.write_policy": ("WRITE_POLICIES",),
     "prefill": ("PrefillOffloader",),
     "rows.device_pool": ("DevicePool", "Selection"),
     "rows.selection": ("SelectionCache",),
-}
+}  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 #: Names that were here before kvcore.replay had a package of its own.
@@ -61,6 +69,7 @@ __all__ = [
     "BlockPool",
     "DecodeEngine",
     "DecodeFailed",
+    "DecodeStatistics",
     "DecodeStep",
     "DecodeTotals",
     "DevicePool",

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import kvcore
 from kvcore.offload import AttentionInput, BlockPool, DecodeEngine, StepResult
 
-GROUPS = ((0,), (2, 6), (9,))  # layer 9 is not real
+GROUPS = ((0,), (2, 6), (9,))  # layer 9 has no rows
 LAYERS = (0, 2, 6)
 LANES = (24, 10)
 BLOCK, MAX_TOKENS, TOPK, BATCH, DRAFTS = 4, 64, 6, 4, 3
@@ -49,7 +49,7 @@ class World:
     # -- what the engine calls
 
     def select(self, request: Hashable, group: int, tokens: int) -> NDArray[Any]:
-        assert group != 2, "the group without real layers has nothing to choose"
+        assert group != 2, "the group without rows has nothing to choose"
         # As an indexer does: the newest often, some of the last step's again, anything.
         high = min(tokens, TOPK)
         ids = self.draw.choice(tokens, high, replace=False)

@@ -26,7 +26,6 @@ import kvcore
 from cancels import WAYS, Outcome, run
 from kvcore.errors import CaptureError, ParamInvalidError, StreamError
 from kvcore.offload import DecodeFailed, PrefillOffloader
-from kvcore.offload.decode.settle import Settlement
 from offload.decode_world import World, device
 
 pytestmark = pytest.mark.parametrize("anyio_backend", ["asyncio"])
@@ -55,7 +54,7 @@ class Held(World):
         self.running = False
         self.breaks = False
         self.inside: Callable[[], object] = int
-        super().__init__(dev, seed, max_batch=3, **options)
+        super().__init__(dev, seed, **{"max_batch": 3, **options})
 
     def rows(self, request: Any, layer: int, first: int, count: int) -> Any:
         if layer == 2 and request == "b":
@@ -264,14 +263,16 @@ async def test_a_leave_that_times_out_gives_no_place_away() -> None:
     """wait_for, a timeout and a sibling that fails, and a newcomer that wants the place."""
     for kind in ("wait_for", "timeout", "group"):
         async with device("wall") as dev:
-            world = Held(dev, 3, max_real=2)
+            world = Held(dev, 3, max_batch=2)
             engine = world.engine
             world.begin()
             world.let_go_soon()
 
             async def newcomer(world: Held = world) -> None:
                 while world.running:
-                    with pytest.raises(ParamInvalidError, match=r"at most 2 real requests"):
+                    with pytest.raises(
+                        ParamInvalidError, match=r"at most max_batch \(2\) requests"
+                    ):
                         world.engine.admit("c", world.tables["a"], 3)
                     await asyncio.sleep(0)
 
@@ -318,7 +319,7 @@ async def test_what_breaks_a_leave_off_keeps_the_place(
     how: str, kind: type[BaseException], clock: str
 ) -> None:
     async with device(clock) as dev:
-        world = Held(dev, 5, max_real=2)
+        world = Held(dev, 5, max_batch=2)
         engine = world.engine
         world.begin()
         coroutine = getattr(engine, how)("a")
@@ -338,7 +339,7 @@ async def test_what_breaks_a_leave_off_keeps_the_place(
                 act()
         with pytest.raises(ParamInvalidError, match=r"not admitted yet, got 'a', which is leaving"):
             engine.admit("a", world.tables["a"], 3)
-        with pytest.raises(ParamInvalidError, match=r"at most 2 real requests"):
+        with pytest.raises(ParamInvalidError, match=r"at most max_batch \(2\) requests"):
             engine.admit("c", world.tables["a"], 3)
         assert engine.context("a") == 11
         world.go.set()
@@ -379,7 +380,7 @@ def test_ctrl_c_in_a_blocking_leave(
     clock: str, anyio_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with device(clock) as dev:
-        world = Held(dev, 5, max_real=2)
+        world = Held(dev, 5, max_batch=2)
         engine = world.engine
         world.begin()
 
@@ -391,7 +392,7 @@ def test_ctrl_c_in_a_blocking_leave(
             with pytest.raises(KeyboardInterrupt):
                 engine.preempt_blocking("a")
         assert engine.leaving == ("a",)
-        with pytest.raises(ParamInvalidError, match=r"at most 2 real requests"):
+        with pytest.raises(ParamInvalidError, match=r"at most max_batch \(2\) requests"):
             engine.admit("c", world.tables["a"], 3)
         world.go.set()
         assert engine.preempt_blocking("a") == 11
@@ -492,7 +493,7 @@ async def test_a_wait_from_before_a_failure_puts_no_newcomer_out() -> None:
         engine = world.engine
         world.begin()
         world.breaks = True
-        late = Settlement(engine, None, None)
+        late = engine._settler.begin()
         world.go.set()
         with pytest.raises(DecodeFailed):
             engine.preempt_blocking("a")

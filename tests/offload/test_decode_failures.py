@@ -35,7 +35,6 @@ def full_of(dev: Any, layers: tuple[int, ...] = LAYERS) -> dict[int, list[Any]]:
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"policy": "lfu"}, r"policy: expected one of previous, lru, fifo, arc, got 'lfu'"),
-    ({"policy": "lfu", "max_real": 0}, r"policy: expected one of previous, lru, fifo, arc"),
     ({"write_policy": "lazy"}, r"write_policy: expected one of write_through, write_back"),
     ({"capacity": 5}, r"capacity: expected at least topk \(6\) places, got 5"),
     ({"policy": "previous", "capacity": 12}, r"capacity: expected topk \(6\) places"),
@@ -46,7 +45,6 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"max_drafts": -1}, r"max_drafts: expected an integer from 0"),
     ({"max_batch": 0}, r"max_batch: expected an integer from 1"),
-    ({"max_batch": 2, "max_real": 3}, r"max_real: expected an integer from 0 to 2, got 3"),
     ({"max_tokens": 2**40}, r"max_tokens: expected an integer from 1"),
     ({"topk": 0}, r"topk: expected an integer of at least 1"),
     ({"depth": 0}, r"depth: expected an integer from 1"),
@@ -68,6 +66,17 @@ def test_bad_options_are_refused_before_any_work(options: dict[str, Any], match:
         full = full_of(dev)
         with pytest.raises(ParamInvalidError, match=match):
             make(full, dev, **options)
+        assert dev.memory().used == 0
+
+
+@pytest.mark.parametrize("option", ["pace", "max_real", "policies"])
+def test_options_that_do_not_exist_are_refused_as_by_any_call(option: str) -> None:
+    with kvcore.Device("A3", clock="model") as dev:
+        with pytest.raises(TypeError, match=rf"^DecodeEngine\(\) got an unexpected .* '{option}'$"):
+            make(full_of(dev), dev, **{option: 1})
+        with pytest.raises(TypeError, match=r"missing 1 required keyword-only argument: 'topk'"):
+            DecodeEngine(dev, full_of(dev), groups=GROUPS, max_batch=1, max_tokens=1,
+                         select=int, rows=list)  # type: ignore[call-arg]  # fmt: skip
         assert dev.memory().used == 0
 
 
@@ -107,7 +116,7 @@ def test_bad_requests_change_nothing() -> None:
         layer_us: list[Any] = [1.0]
         engine = make(
             full_of(dev), dev, select=lambda request, group, tokens: ids[group],
-            max_drafts=2, layer_us=lambda layer, batch, tokens: layer_us[0], max_real=1,
+            max_drafts=2, layer_us=lambda layer, batch, tokens: layer_us[0],
         )  # fmt: skip
         table = np.full(16, -1, np.int32)
         table[:3] = 5, 3, 1
@@ -124,11 +133,11 @@ def test_bad_requests_change_nothing() -> None:
         engine.admit("a", table, 4)
         with pytest.raises(ParamInvalidError, match=r"request: expected one not admitted yet"):
             engine.admit("a", table, 4)
-        with pytest.raises(ParamInvalidError, match=r"real: expected at most 1 real requests"):
-            engine.admit("b", table, 4)
-        engine.admit("b", table, 4, real=False)
+        other = np.full(16, -1, np.int32)
+        other[:3] = 0, 2, 4
+        engine.admit("b", other, 4)
         with pytest.raises(ParamInvalidError, match=r"at most max_batch \(2\) requests at a time"):
-            engine.admit("c", table, 4, real=False)
+            engine.admit("c", table, 4)
 
         good = np.arange(5)
         ids[:] = [good, good]

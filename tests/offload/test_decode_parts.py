@@ -12,7 +12,6 @@ import kvcore
 from kvcore.errors import ParamInvalidError, StreamError
 from kvcore.offload import WRITE_POLICIES, DecodeEngine, DevicePool, LayerEvents
 from kvcore.offload.decode.request import DecodeRequest
-from kvcore.offload.decode.sample import MissModel
 from kvcore.offload.decode.write_policy import make_write_policy
 from kvcore.replay import TurnoverIds
 
@@ -25,15 +24,14 @@ PROMPT = 1900
 def run(
     steps: int,
     *,
-    real_layers: tuple[int, ...] = LAYERS,
-    real_requests: int = 4,
+    layers: tuple[int, ...] = LAYERS,
     accept: int = 1,
     drafts: int = 0,
     **options: Any,
 ) -> Any:
     """(results, device): four requests whose ids turn over as those of a published trace."""
     with kvcore.Device("A3", clock="model", trace=True, race_check="raise") as dev:
-        full = {layer: [dev.empty_swapped((512, BLOCK, ROW), "uint8")] for layer in real_layers}
+        full = {layer: [dev.empty_swapped((512, BLOCK, ROW), "uint8")] for layer in layers}
         for lanes in full.values():
             with lanes[0].host("w") as rows:
                 rows[...] = 1
@@ -53,7 +51,7 @@ def run(
         )  # fmt: skip
         for request in range(4):
             table = np.arange(128) + 128 * request
-            engine.admit(request, table, PROMPT, real=request < real_requests)
+            engine.admit(request, table, PROMPT)
         results = []
         for _ in range(steps):
             results.append(engine.step_blocking([2, 0, 3, 1], drafts))
@@ -107,7 +105,6 @@ def test_rows_and_bytes_add_up() -> None:
     engine, dev = run(5, drafts=1, accept=2, write_policy="write_through")
     totals = engine.totals
     assert totals.rows == totals.hits + totals.misses + totals.recent == 5 * 4 * 4 * TOPK
-    assert totals.real_rows == totals.rows
     assert totals.h2d_bytes == totals.misses * ROW == sum(r.h2d_bytes for r in engine.results)
     assert totals.hit_bytes == totals.hits * ROW
     assert totals.d2h_bytes == 5 * 4 * 2 * 4 * ROW
@@ -124,36 +121,59 @@ def test_rows_and_bytes_add_up() -> None:
             assert sums.tolist() == [TOPK, TOPK]
 
 
-def test_what_is_only_accounted_follows_what_is_real() -> None:
-    whole, _ = run(24)
-    part, _ = run(24, real_layers=(3, 8), real_requests=2, max_real=2)
-    rate, sampled = (e.totals.hits / (e.totals.hits + e.totals.misses) for e in (whole, part))
-    assert sampled == pytest.approx(rate, abs=0.01)
-    us, sampled_us = (sum(r.us for r in e.results) for e in (whole, part))
-    assert sampled_us == pytest.approx(us, rel=0.02)
-    assert part.totals.rows == whole.totals.rows
-    assert part.totals.d2h_bytes == whole.totals.d2h_bytes
-    assert part.totals.real_rows * 4 == part.totals.rows
-    # Without a pace the other layers cost nothing, and are accounted all the same.
-    alone, dev = run(24, real_layers=(3, 8), real_requests=2, max_real=2, pace=False)
-    assert alone.totals.misses == part.totals.misses
-    assert {s.name for s in dev.trace.spans if s.name[:6] == "layer "} == {"layer 3", "layer 8"}
+def test_a_layer_without_rows_takes_its_time_and_nothing_else() -> None:
+    """Layers of a group of its own (3) and of one that has rows (13)."""
+    whole, _ = run(6, drafts=1, accept=2)
+    part, dev = run(6, drafts=1, accept=2, layers=(5, 8))
+    assert (part.totals.rows * 2, part.totals.d2h_bytes * 2) == (
+        whole.totals.rows, whole.totals.d2h_bytes,
+    )  # fmt: skip
+    for all_rows, some in zip(whole.results, part.results, strict=True):
+        for request, outcome in some.requests.items():
+            full = all_rows.requests[request]
+            assert outcome.misses == (0, full.misses[1])
+            assert outcome.hits == (0, full.hits[1])
+    kinds: dict[str, set[str]] = {}
+    for span in dev.trace.spans:
+        kind, _, layer = span.name.partition(" ")
+        kinds.setdefault(kind, set()).add(layer)
+    assert kinds["layer"] == {"3", "5", "8", "13"}
+    for kind in ("write", "misses", "hits", "install", "save"):
+        assert kinds[kind] == {"5", "8"}
+    assert all(result.us >= 4 * 50 for result in part.results)
 
 
-def test_shares_of_the_real_ones_are_carried() -> None:
-    model = MissModel(2)
-    assert model.estimate(0, 0, 10) == (0, 10, 0), "before anything is known, all is read"
-    model.learn(0, 0, (0, 10, 0))
-    model.learn(5, 0, (7, 2, 1))
-    model.learn(6, 0, (7, 2, 1))
-    assert model.estimate(0, 0, 8) == (0, 8, 0)
-    found = np.array([model.estimate(4, 0, 4) for _ in range(10)])
-    assert (found.sum(axis=1) == 4).all()
-    assert found.sum(axis=0).tolist() == [28, 8, 4]
-    # A group that nothing is known of goes by the others; an age, by the nearest.
-    assert model.estimate(6, 1, 10) == (7, 2, 1)
-    assert model.estimate(1000, 1, 10) == (7, 2, 1)
-    assert model.estimate(1, 1, 10) == (0, 10, 0)
+def test_statistics_of_an_engine() -> None:
+    with kvcore.Device() as dev:
+        full = {0: [np.zeros((4, 8, 2), np.uint8)]}
+        engine = DecodeEngine(
+            dev, full, groups=((0,),), max_batch=3, max_tokens=16, topk=4, max_drafts=1,
+            select=lambda request, group, tokens: np.arange(max(0, tokens - 4), tokens),
+            rows=lambda request, layer, first, count: [np.ones((count, 2), np.uint8)],
+        )  # fmt: skip
+        before = engine.statistics()
+        assert (before.max_batch, before.free_places, before.requests) == (3, 3, 0)
+        for name, block in (("a", 0), ("b", 1)):
+            engine.admit(name, np.array([block]), 4)
+        step = engine.launch(["a", "b"], {"a": 1, "b": 0})
+        seen = engine.statistics()
+        assert (seen.free_places, seen.requests, seen.leaving, seen.open_steps) == (1, 2, 0, 1)
+        step.wait_blocking()
+        engine.accept("a", 2)
+        engine.evict_blocking("a")
+        after = engine.statistics()
+        assert (after.free_places, after.requests, after.open_steps) == (2, 1, 0)
+        assert (after.steps, after.tokens, after.accepted, after.evicted) == (1, 3, 2, 1)
+        assert after.rows == after.hits + after.misses + after.recent == 8
+        # A snapshot: neither written, nor moved on by what follows.
+        with pytest.raises(AttributeError):
+            after.steps = 2  # type: ignore[misc]
+        engine.step_blocking(["b"])
+        assert (after.steps, engine.statistics().steps) == (1, 2)
+        assert not after.closed
+        engine.close()
+        closed = engine.statistics()
+        assert (closed.closed, closed.requests, closed.free_places) == (True, 0, 0)
 
 
 def test_write_back_sends_fewer_pieces() -> None:

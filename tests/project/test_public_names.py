@@ -49,8 +49,9 @@ NAMES = {
         Stream StreamUse Summary Trace current_stream default_race_check
     """,
     "kvcore.offload": """
-        LAYOUTS MODELS WRITE_POLICIES AttentionInput BlockPool DecodeEngine DecodeFailed DecodeStep
-        DecodeTotals DevicePool LayerEvents Mismatch ModelFigure ModelProfile ModelShape
+        LAYOUTS MODELS WRITE_POLICIES AttentionInput BlockPool DecodeEngine DecodeFailed
+        DecodeStatistics DecodeStep DecodeTotals DevicePool LayerEvents Mismatch ModelFigure
+        ModelProfile ModelShape
         OffloadEvent OffloadManager OffloadOptions OffloadReplay OffloadReport PagedCaches
         PrefillOffloader Replay ReplayReport RequestStep Scheduler ScoreModel Selection
         SelectionCache StepResult StorePlan TraceRequest TurnoverIds generate_trace hit_rate

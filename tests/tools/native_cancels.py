@@ -44,7 +44,7 @@ class Program(World):
         self.go.set()
         self.running = 0
         writes = ("write_through", "write_back")[seed % 2]
-        super().__init__(dev, seed, write_policy=writes, max_real=3, max_batch=3)
+        super().__init__(dev, seed, write_policy=writes, max_batch=3)
         self.names = 0
 
     def rows(self, request: Any, layer: int, first: int, count: int) -> Any:

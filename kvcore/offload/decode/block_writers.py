@@ -6,8 +6,6 @@ request's own: a block that two tables name may be read through both, and writte
 before it was copied.  Two requests that write one block in a step, or a write over a row that
 another request (or the same one, through another column) counts among its accepted tokens, would
 serve one request the other's rows, so both are refused before anything is launched.
-
-Only real requests are looked at: those that are accounted have no bytes.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ they are taken back when a later request's ids are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +18,16 @@ from kvcore.errors import fail
 from kvcore.offload.checks import check_integer, read_indices
 from kvcore.offload.decode.block_writers import BlockWriters
 from kvcore.offload.decode.request import DecodeRequest
-from kvcore.offload.decode.sample import MissModel, Rows
+from kvcore.offload.decode.write_policy import make_write_policy
 
 if TYPE_CHECKING:
-    from kvcore.offload.decode.write_policy import WritePolicy
+    from kvcore.offload.decode.options import EngineSettings
     from kvcore.offload.rows.device_pool import DevicePool, Selection
 
-__all__ = ["Chooser", "Chosen", "Part", "Select"]
+__all__ = ["Chooser", "Chosen", "Part", "Rows"]
 
-#: select(request, group index, tokens): positions below ``tokens``.
-Select = Callable[[Hashable, int, int], Any]
+#: Rows of a selection: (hits, misses, recent).
+Rows = tuple[int, int, int]
 
 
 @dataclass(slots=True)
@@ -50,8 +50,7 @@ class Part:
     """One request's part of a step: positions [context, context + tokens).
 
     send:   positions [send[0], send[1]) go to the host; host_rows: where.
-    chosen: by group with real layers, of real requests.
-    rows:   (hits, misses, recent) of each group.
+    chosen: by group that has rows.
     """
 
     request: DecodeRequest
@@ -59,34 +58,20 @@ class Part:
     send: tuple[int, int]
     host_rows: NDArray[np.int64]
     chosen: dict[int, Chosen]
-    rows: list[Rows]
+
+    def rows(self, group: int) -> Rows:
+        """(hits, misses, recent) of a group; nothing of a group without rows."""
+        return self.chosen[group].rows if group in self.chosen else (0, 0, 0)
 
 
 class Chooser:
-    """Plans steps.
+    """Plans steps over full caches of ``num_blocks`` blocks of ``block_size`` rows."""
 
-    block_size, num_blocks: of the full cache; recent_rows: of a request's ring; most: tokens of a
-    step.  See `DecodeEngine` for the others.
-    """
-
-    def __init__(
-        self,
-        num_groups: int,
-        *,
-        select: Select,
-        policy: WritePolicy,
-        topk: int,
-        max_tokens: int,
-        recent_rows: int,
-        most: int,
-        block_size: int,
-        num_blocks: int,
-    ) -> None:
-        self._num_groups, self._select, self._policy = num_groups, select, policy
-        self._topk, self._max_tokens = topk, max_tokens
-        self._recent, self._most = recent_rows, most
+    def __init__(self, settings: EngineSettings, block_size: int, num_blocks: int) -> None:
+        self._select, self._policy = settings.select, make_write_policy(settings.write_policy)
+        self._topk, self._max_tokens = settings.topk, settings.max_tokens
+        self._recent, self._most = settings.ring_rows, settings.most_tokens
         self._block_size, self._num_blocks = block_size, num_blocks
-        self._model = MissModel(num_groups)
         self._writers = BlockWriters(block_size, num_blocks)
 
     def host_rows(self, request: DecodeRequest, first: int, end: int) -> NDArray[np.int64]:
@@ -118,11 +103,10 @@ class Chooser:
             clean, context = min(state.clean, state.context), state.context
             due = self._policy.due(clean, context, context + tokens, self._recent, self._most)
             rows = self.host_rows(state, clean, due)
-            parts.append(Part(state, tokens, (clean, due), rows, {}, []))
-        writes = [(part.request, part.tokens) for part in parts if part.request.real]
-        self._writers.check(writes, (one for one in admitted if one.real and not one.aborted))
+            parts.append(Part(state, tokens, (clean, due), rows, {}))
+        writes = [(part.request, part.tokens) for part in parts]
+        self._writers.check(writes, (one for one in admitted if not one.aborted))
         self._choose(parts)
-        self._count(parts)
         return parts, exhausted, cut
 
     def take_back(self, parts: Sequence[Part]) -> None:
@@ -153,20 +137,6 @@ class Chooser:
         selection = pool.plan(request.name, np.where(recent, -1, ids), request.table)
         rows = (selection.hits, selection.misses, len(newest))
         return Chosen(ids, index, in_ring, selection, rows)
-
-    def _count(self, parts: list[Part]) -> None:
-        """Learn from the real requests, then say what the others would have had."""
-        model = self._model
-        for part in parts:
-            for group, chosen in part.chosen.items():
-                model.learn(part.request.age, group, chosen.rows)
-        for part in parts:
-            wanted = min(self._topk, part.request.context + part.tokens)
-            for group in range(self._num_groups):
-                if group in part.chosen:
-                    part.rows.append(part.chosen[group].rows)
-                else:
-                    part.rows.append(model.estimate(part.request.age, group, wanted))
 
 
 def _read_ids(ids: Any, end: int, topk: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:

@@ -8,80 +8,81 @@ A step, for every layer and all requests of the batch at once::
     side                                      install ........ while this one attends)
     d2h        rows due ..............
 
-- New tokens' rows are scattered into rings on the device (`decode_moves.Ring`) and go to the host
-  when the write policy says.  What is in the ring is served from there.
+- New tokens' rows are scattered into rings on the device (`moves.Ring`) and go to the host when
+  the write policy says.  What is in the ring is served from there.
 - A group of layers shares one choice of ids and one plan of its device pool.
 - Misses are read from the host on a stream of their own.  The layers of a group after the first
   need nothing of the layer before but a free input buffer (``depth`` of them), so they load
   while it attends.  The first one needs the choice.
 - What was read is installed in the pool on a side stream, behind the hits of the same layer.
 
-Nothing waits on the host: `launch` plans all books, checks everything, then launches.  Whoever
-waits for a step waits for the computing stream; installs and copies to the host trail behind.
+Nothing waits on the host: `DecodeEngine.launch` plans and checks everything, then launches.  A
+wait for a step is a wait for the computing stream; installs and copies to the host trail behind.
 
-Only the layers in ``full`` and the requests admitted as real have bytes.  The others are
-accounted: their hits and misses follow those of the real ones (`decode_sample.MissModel`), their
-rows count in what operations cost on the model clock.
+The work is divided: `choice` plans a step, `launch` puts it on the streams, `batch` knows which
+requests there are and what becomes of them, `settle` waits for operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Unpack
 
-from kvcore.errors import CaptureError, ParamNullError, StreamError, fail
-from kvcore.offload.checks import (
-    check_device,
-    check_identity,
-    check_integer,
-    check_stream,
-    each_of,
-    read_indices,
-)
-from kvcore.offload.decode.choice import Chooser, Select
-from kvcore.offload.decode.launch import Launcher, ran
+from kvcore.errors import CaptureError, StreamError, fail
+from kvcore.offload.checks import check_integer, each_of
+from kvcore.offload.decode.batch import Batch, LaunchedStep
+from kvcore.offload.decode.choice import Chooser
+from kvcore.offload.decode.launch import Launcher
+from kvcore.offload.decode.options import EngineOptions, Select, read_settings
 from kvcore.offload.decode.places import Places, check_full, read_groups
-from kvcore.offload.decode.request import DecodeRequest
-from kvcore.offload.decode.result import DecodeTotals, RequestStep, StepResult
-from kvcore.offload.decode.settle import Settlement
-from kvcore.offload.decode.step import DecodeStep, decode_failed
-from kvcore.offload.decode.write_policy import make_write_policy
-from kvcore.offload.rows.device_pool import DevicePool
+from kvcore.offload.decode.result import (
+    DecodeStatistics,
+    DecodeTotals,
+    RequestStep,
+    StepResult,
+    decode_failed,
+)
+from kvcore.offload.decode.settle import Settler
+from kvcore.offload.decode.step import DecodeStep
 from kvcore.offload.rows.full_lanes import FullLane, read_full
-from kvcore.runtime.shield import Shield
 
 if TYPE_CHECKING:
+    from kvcore.offload.decode.choice import Part
     from kvcore.offload.decode.layer_events import LayerEvents
-    from kvcore.offload.decode.moves import AttentionInput, MakeRows
+    from kvcore.offload.decode.moves import MakeRows
+    from kvcore.offload.decode.request import DecodeRequest
+    from kvcore.offload.rows.device_pool import DevicePool
     from kvcore.runtime import Device, Stream
 
 __all__ = ["DecodeEngine", "DecodeStep"]
-
-MAX_BATCH = 65_536
 
 
 class DecodeEngine:
     """Decodes a batch of requests whose full caches are on the host.
 
-    full:       by layer id (any integers of at least 0), the lanes of the real layers, each
+    full:       by layer id (any integers of at least 0), the layer's lanes, each
                 [blocks, block_size, size]; written, so no two may share a byte (layers may
                 interleave in one slab).  On a modelled device swapped or device memory, since
                 kernels read it in place.
-    groups:     all layer ids, by group that shares its top-k; those not in ``full`` are accounted.
-    max_batch:  requests at a time; max_real: of them real ones (memory is taken for so many).
+    groups:     all layer ids, by group that shares its top-k.  A layer that is not in ``full``
+                takes its time (``layer_us``), and has no rows: none is moved or counted for it.
     max_tokens: positions are below it.
     topk:       the most rows a request attends to in a step.
-    select:     see `Select`; int32 or int64 [n <= topk], each once, -1 for nothing; or
-                [queries, k], of which the union (at most topk) is served.  Called by `launch`.
+    select:     select(request, group index, tokens): int32 or int64 positions below ``tokens``
+                [n <= topk], each once, -1 for nothing; or [queries, k], of which the union (at
+                most topk) is served.  Called by `launch`, for groups with a layer in ``full``.
     rows:       rows(request, layer, first, count): the new tokens' rows, a lane each
                 [count, row bytes]; called on a worker, in stream order.
+
+    Options:
+
     attend:     attend(AttentionInput); called on a worker, in stream order.
     layer_us:   microseconds of compute of a layer: a number, or f(layer, batch, tokens of all).
     policy, capacity, ways: of the pools (`DevicePool`); capacity None: 4 * topk.
     write_policy: "write_through" or "write_back".
     max_drafts: draft tokens of a step; recent_rows: device rows for a request's newest tokens.
-    depth:      input buffers.
-    pace:       launch operations that only cost time for the layers that are not real.
+    depth:      input buffers (2).
     compute:    the stream that computes; None: one is made.
 
     groups, max_batch, max_tokens, topk, max_drafts, recent_rows, write_policy and totals can be
@@ -100,75 +101,52 @@ class DecodeEngine:
         topk: int,
         select: Select,
         rows: MakeRows,
-        attend: Callable[[AttentionInput], object] | None = None,
-        layer_us: float | Callable[[int, int, int], float] = 0.0,
-        policy: str = "lru",
-        capacity: int | None = None,
-        ways: int | None = None,
-        write_policy: str = "write_through",
-        max_drafts: int = 0,
-        recent_rows: int | None = None,
-        max_real: int | None = None,
-        depth: int = 2,
-        pace: bool = True,
-        compute: Stream | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        check_device("device", device)
-        if compute is not None and check_stream("compute", compute).device is not device:
-            fail("compute", "a stream of the same device", repr(compute))
-        if type(pace) is not bool:
-            fail("pace", "True or False", repr(pace))
-        self.max_batch = check_integer("max_batch", max_batch, 1, MAX_BATCH)
-        self.max_tokens = check_integer("max_tokens", max_tokens, 1)
-        self.topk = check_integer("topk", topk, 1)
-        self.max_drafts = check_integer("max_drafts", max_drafts, 0, 2**16)
-        max_real = max_batch if max_real is None else max_real
-        check_integer("max_real", max_real, 0, max_batch)
-        check_integer("depth", depth, 1, 1024)
-        for name, value in (("select", select), ("rows", rows), ("attend", attend)):
-            if not callable(value) and not (name == "attend" and value is None):
-                fail(name, "a callable", type(value).__name__)
-        writes = make_write_policy(write_policy)
-        self.write_policy, most = writes.name, 1 + max_drafts
-        if recent_rows is None:
-            recent_rows = writes.default_rows(most)
-        check_integer("recent_rows", recent_rows, 1, 2**24)
-        if recent_rows < writes.rows_needed(most):
-            least = writes.rows_needed(most)
-            what = f"at least {least} rows for {max_drafts} drafts a step ({write_policy})"
-            fail("recent_rows", what, recent_rows)
-        self.recent_rows = recent_rows
+        settings = read_settings(
+            device, max_batch=max_batch, max_tokens=max_tokens, topk=topk, select=select,
+            rows=rows, options=options,
+        )  # fmt: skip
         lanes = read_full(full, FullLane)
         self.groups = read_groups(groups, lanes)
         check_full(device, lanes)
+        self.max_batch, self.max_tokens, self.topk = max_batch, max_tokens, topk
+        self.max_drafts, self.write_policy = settings.max_drafts, settings.write_policy
+        self.recent_rows = settings.ring_rows
         first = next(iter(lanes.values()))[0]
-        self._states: dict[Hashable, DecodeRequest] = {}  # those that leave included
-        self._steps: set[DecodeStep] = set()
-        self.totals = DecodeTotals()
-        self._closed = self._ended = False
+        self._chooser = Chooser(settings, first.block_size, first.num_blocks)
+        places = Places(device, full, self.groups, settings)
+        try:
+            self._run = Launcher(device, lanes, self.groups, settings)
+        except BaseException:
+            places.close()
+            raise
+        self._batch = Batch(settings, places, self._run)
+        self._settler = Settler(self._batch, self._run)
         #: select() of a step under way is being asked.
         self._choosing = False
-        self._failure: BaseException | None = None  # found by close
-        self._chooser = Chooser(
-            len(self.groups), select=select, policy=writes, topk=topk, max_tokens=max_tokens,
-            recent_rows=recent_rows, most=most, block_size=first.block_size,
-            num_blocks=first.num_blocks,
-        )  # fmt: skip
-        self._places = Places(
-            device, full, self.groups, max_real, policy=policy, capacity=capacity, topk=topk,
-            max_tokens=max_tokens, ways=ways,
-        )  # fmt: skip
-        try:
-            self._run = Launcher(
-                device, lanes, self.groups, places=max_real, topk=topk, recent_rows=recent_rows,
-                depth=depth, rows=rows, attend=attend, layer_us=layer_us, pace=pace,
-                compute=compute,
-            )  # fmt: skip
-        except BaseException:
-            self._places.close()
-            raise
 
-    # -- what it says ---------------------------------------------------------------------
+    # -- what can be read -----------------------------------------------------------------
+
+    @property
+    def totals(self) -> DecodeTotals:
+        """Sums over all steps launched, which go on growing; `statistics` has a copy."""
+        return self._batch.totals
+
+    def statistics(self) -> DecodeStatistics:
+        """The engine at this moment and its sums so far.  It can be asked after `close` too."""
+        batch = self._batch
+        batch.free_places()
+        requests = batch.requests
+        return DecodeStatistics(
+            max_batch=self.max_batch,
+            free_places=0 if batch.closed else batch.num_free,
+            requests=len(requests),
+            leaving=sum(state.leaving for state in requests),
+            open_steps=len(batch.steps),
+            closed=batch.closed,
+            **asdict(batch.totals),
+        )
 
     @property
     def requests(self) -> tuple[Hashable, ...]:
@@ -176,14 +154,14 @@ class DecodeEngine:
 
         One that leaves is among them until no operation uses its place any more.
         """
-        self._give_back_places()
-        return tuple(self._states)
+        self._batch.free_places()
+        return tuple(state.name for state in self._batch.requests)
 
     @property
     def leaving(self) -> tuple[Hashable, ...]:
         """Of ``requests`` those that leave: no step takes them, and their names are not free."""
-        self._give_back_places()
-        return tuple(name for name, state in self._states.items() if state.leaving)
+        self._batch.free_places()
+        return tuple(state.name for state in self._batch.requests if state.leaving)
 
     @property
     def events(self) -> LayerEvents:
@@ -192,51 +170,36 @@ class DecodeEngine:
 
     @property
     def streams(self) -> dict[str, Stream]:
-        """compute, h2d, side and d2h."""
+        """The streams by name: compute, h2d, side and d2h."""
         return dict(self._run.streams)
 
     def context(self, request: Hashable) -> int:
         """Tokens of the request that are accepted."""
-        return self._state(request, leaving=True).context
+        return self._any(request).context
 
     def on_host(self, request: Hashable) -> int:
         """Leading tokens that the full cache has for certain: what prefixes may be made of."""
-        return self._state(request, leaving=True).confirmed
+        return self._any(request).confirmed
 
     def pool(self, request: Hashable, group: int) -> DevicePool:
-        """The request's pool of a group with real layers."""
-        pools = self._state(request, leaving=True).pools
+        """The request's pool of a group that has a layer in ``full``."""
+        pools = self._any(request).pools
         if type(group) is not int or group not in pools:
             fail("group", f"one of {', '.join(map(str, pools)) or 'none'}", repr(group))
         return pools[group]
 
     # -- who is in the batch --------------------------------------------------------------
 
-    def admit(self, request: Hashable, table: Any, context: int, *, real: bool = True) -> None:
+    def admit(self, request: Hashable, table: Any, context: int) -> None:
         """Take a request in whose first ``context`` tokens the full cache has.
 
         table:   int32 or int64 [columns], kept and read at every step: token t is row
                  t % block_size of block table[t // block_size]; -1 where there is none (yet).
-        real:    False: accounted only.
         Raises ParamInvalidError when the batch is full.
         """
-        self._check_open()
+        self._batch.check_open()
         self._check_not_choosing()
-        if request is None:
-            raise ParamNullError("request: expected an identity, got None", argument="request")
-        if type(real) is not bool:
-            fail("real", "True or False", repr(real))
-        check_identity("request", request)
-        self._give_back_places()
-        if request in self._states:
-            leaves = ", which is leaving" if self._states[request].leaving else ""
-            fail("request", "one not admitted yet", f"{request!r}{leaves}")
-        if len(self._states) >= self.max_batch:
-            fail("request", f"at most max_batch ({self.max_batch}) requests at a time", "one more")
-        read_indices("table", table)
-        check_integer("context", context, 0, self.max_tokens)
-        place, pools = self._places.take(request) if real else (-1, {})
-        self._states[request] = DecodeRequest(request, table, context, place, pools)
+        self._batch.admit(request, table, context)
 
     async def preempt(self, request: Hashable) -> int:
         """Send what the host lacks, then forget the request; its blocks may be given back.
@@ -253,15 +216,15 @@ class DecodeEngine:
         return await self._leave(request, "preempted")
 
     def preempt_blocking(self, request: Hashable) -> int:
-        """The same, holding this thread."""
+        """Do what `preempt` does, holding this thread."""
         return self._leave_blocking(request, "preempted")
 
     async def evict(self, request: Hashable) -> int:
-        """`preempt` for a request that has finished."""
+        """Do what `preempt` does, for a request that has finished."""
         return await self._leave(request, "evicted")
 
     def evict_blocking(self, request: Hashable) -> int:
-        """The same, holding this thread."""
+        """Do what `evict` does, holding this thread."""
         return self._leave_blocking(request, "evicted")
 
     async def abort(self, request: Hashable) -> int:
@@ -272,49 +235,26 @@ class DecodeEngine:
         return await self._leave(request, "aborted")
 
     def abort_blocking(self, request: Hashable) -> int:
-        """The same, holding this thread."""
+        """Do what `abort` does, holding this thread."""
         return self._leave_blocking(request, "aborted")
 
     async def _leave(self, request: Hashable, how: str) -> int:
         state = self._begin_leave(request, how)
-        await self._settle()
-        return self._left(state)
+        await self._settler.settle()
+        return _on_host(state)
 
     def _leave_blocking(self, request: Hashable, how: str) -> int:
         state = self._begin_leave(request, how)
-        self._settle_blocking()
-        return self._left(state)
+        self._settler.settle_blocking()
+        return _on_host(state)
 
     def _begin_leave(self, request: Hashable, how: str) -> DecodeRequest:
-        state = self._state(request, leaving=True)
+        state = self._any(request)
         self._check_may_wait()
-        if not state.leaving:
-            if how != "aborted":
-                self._launch_flush(state)
-            state.leaving = True
-            setattr(self.totals, how, getattr(self.totals, how) + 1)
-        if how == "aborted" and not state.aborted:
-            state.aborted = True
-            for pool in state.pools.values():
-                pool.evict(request)
+        if not state.leaving and how != "aborted":
+            self._launch_flush(state)
+        self._batch.begin_leave(state, how)
         return state
-
-    def _end_leave(self, state: DecodeRequest) -> None:
-        """Nothing uses the request's place any more."""
-        if self._states.get(state.name) is state:
-            del self._states[state.name]
-        self._places.give_back(state)
-
-    def _give_back_places(self) -> None:
-        """End the leaving of requests that nobody waits for, once their operations are over."""
-        for state in list(self._states.values()):
-            if state.last and self._run.over(state.last):
-                self._end_leave(state)
-
-    def _left(self, state: DecodeRequest) -> int:
-        if state.failed is not None:
-            raise decode_failed({state.name: state.confirmed}, state.failed)
-        return state.confirmed
 
     # -- tokens ---------------------------------------------------------------------------
 
@@ -324,7 +264,7 @@ class DecodeEngine:
         Those behind were rejected: nothing holds them any more.  Without a call between two
         steps the same positions are written again.
         """
-        state = self._state(request)
+        state = self._batch.find(request, "request")
         self._check_not_choosing()
         check_integer("tokens", tokens, 1)
         if tokens > state.end - state.context:
@@ -335,7 +275,7 @@ class DecodeEngine:
 
     def invalidate(self, request: Hashable, from_pos: int) -> None:
         """Roll back: the request has ``from_pos`` tokens, which must not be more than it had."""
-        state = self._state(request)
+        state = self._batch.find(request, "request")
         self._check_not_choosing()
         check_integer("from_pos", from_pos, 0, state.context)
         state.roll_back(from_pos)
@@ -348,24 +288,21 @@ class DecodeEngine:
         Before its blocks are copied or their content is made findable.  Waits, cancelled or not,
         as `preempt` does, and raises what it raises.
         """
-        state = self._state(request)
-        self._check_may_wait()
-        self._launch_flush(state)
-        await self._settle()
-        return self._flushed(state)
+        state = self._begin_flush(request)
+        await self._settler.settle()
+        return _on_host(state)
 
     def flush_blocking(self, request: Hashable) -> int:
-        """The same, holding this thread."""
-        state = self._state(request)
+        """Do what `flush` does, holding this thread."""
+        state = self._begin_flush(request)
+        self._settler.settle_blocking()
+        return _on_host(state)
+
+    def _begin_flush(self, request: Hashable) -> DecodeRequest:
+        state = self._batch.find(request, "request")
         self._check_may_wait()
         self._launch_flush(state)
-        self._settle_blocking()
-        return self._flushed(state)
-
-    def _flushed(self, state: DecodeRequest) -> int:
-        if state.failed is not None:
-            raise decode_failed({state.name: state.confirmed}, state.failed)
-        return state.confirmed
+        return state
 
     def _launch_flush(self, state: DecodeRequest) -> None:
         state.forget_tail()
@@ -384,21 +321,22 @@ class DecodeEngine:
 
         drafts: tokens to write behind the newest of each request, or of each by name.
         Raises CaptureError while a graph is captured on a stream of the engine.
-        Raises ParamInvalidError, before anything is launched and with the books as they were,
-        for requests not admitted or named twice, too many drafts, bad ids, bad tables, and for
+        Raises ParamInvalidError, before anything is launched and with nothing changed, for
+        requests not admitted or named twice, too many drafts, bad ids, bad tables, and for
         blocks that are not the writer's own: two requests write one in the step, or a row is
         written that is an accepted token of another request (blocks may be shared for reading).
         """
-        self._check_open()
+        batch = self._batch
+        batch.check_open()
         self._check_capture()
         self._check_not_choosing()
         named = list(each_of("requests", requests))
-        states = [self._state(request, f"requests[{i}]") for i, request in enumerate(named)]
+        states = [batch.find(request, f"requests[{i}]") for i, request in enumerate(named)]
         if len({id(state) for state in states}) != len(states):
             fail("requests", "each request once", named)
         self._choosing = True
         try:
-            parts, exhausted, cut = self._chooser.plan(states, drafts, tuple(self._states.values()))
+            parts, exhausted, cut = self._chooser.plan(states, drafts, batch.requests)
         finally:
             self._choosing = False
         try:
@@ -406,6 +344,15 @@ class DecodeEngine:
         except BaseException:
             self._chooser.take_back(parts)
             raise
+        return self._launch(parts, times, exhausted, cut)
+
+    def _launch(
+        self,
+        parts: Sequence[Part],
+        times: Mapping[int, float],
+        exhausted: Sequence[DecodeRequest],
+        cut: int,
+    ) -> DecodeStep:
         for part in parts:
             part.request.forget_tail()
         totals = self.totals
@@ -414,39 +361,39 @@ class DecodeEngine:
         totals.cut_drafts += cut
         copies = self._run.copies_launched()
         before = [(p.request, p.request.clean, p.request.epoch) for p in parts]
-        result, start, end = self._run.step(totals.steps, parts, times)
+        moved, start, end = self._run.step(parts, times)
+        groups = range(len(self.groups))
+        outcomes: dict[Hashable, RequestStep] = {}
         for part in parts:
             request = part.request
             request.wrote(part.tokens, self.recent_rows)
             request.clean = max(request.clean, part.send[1])
             totals.tokens += part.tokens
-            result["requests"][request.name] = RequestStep(
-                "stepped", request.context, part.tokens, request.real,
-                *(tuple(rows[i] for rows in part.rows) for i in range(3)),
+            rows = [part.rows(group) for group in groups]
+            outcomes[request.name] = RequestStep(
+                "stepped", request.context, part.tokens,
+                *(tuple(of[i] for of in rows) for i in range(3)),
             )  # fmt: skip
         nothing = (0,) * len(self.groups)
         for request in exhausted:
-            result["requests"][request.name] = RequestStep(
-                "exhausted", request.context, 0, request.real, nothing, nothing, nothing
+            outcomes[request.name] = RequestStep(
+                "exhausted", request.context, 0, nothing, nothing, nothing
             )
-        for name in ("hits", "misses", "recent", "hit_bytes", "h2d_bytes", "d2h_bytes"):
-            setattr(totals, name, getattr(totals, name) + result[name])
-        totals.rows += result["rows"]
-        totals.real_rows += result["real_rows"]
-        step = DecodeStep(self, result, start, end, before, copies)
-        self._steps.add(step)
-        return step
+        totals.add(moved)
+        step = LaunchedStep(totals.steps, moved, outcomes, start, end, before, copies)
+        self._batch.steps.add(step)
+        return DecodeStep(step, self._batch, self._run, self._settler)
 
     async def step(
         self, requests: Sequence[Hashable], drafts: int | Mapping[Hashable, int] = 0
     ) -> StepResult:
-        """`launch` and wait."""
+        """`launch` a step and wait for it."""
         return await self.launch(requests, drafts).wait()
 
     def step_blocking(
         self, requests: Sequence[Hashable], drafts: int | Mapping[Hashable, int] = 0
     ) -> StepResult:
-        """`launch` and wait, holding this thread."""
+        """`launch` a step and wait for it, holding this thread."""
         return self.launch(requests, drafts).wait_blocking()
 
     # -- the end of things ----------------------------------------------------------------
@@ -460,40 +407,29 @@ class DecodeEngine:
         this is called again, or the device is left.
         """
         if self._begin_close():
-            await self._settle()
-        self._closed_well()
+            await self._settler.settle()
+        self._batch.raise_failure()
 
     def close(self) -> None:
-        """The same, holding this thread; also after the device was left."""
+        """Do what `aclose` does, holding this thread; also after the device was left."""
         if self._begin_close():
-            self._settle_blocking()
-        self._closed_well()
+            self._settler.settle_blocking()
+        self._batch.raise_failure()
 
     def _begin_close(self) -> bool:
         """Drop the requests; True when there is something to wait for."""
-        if self._ended:
+        if self._batch.closed:
             return False
         if self._run.is_open:
             self._check_may_wait()
-        self._closed = True
-        for state in self._states.values():
-            state.aborted = state.leaving = True
+        self._batch.begin_close()
         return True
 
-    def _end_close(self) -> None:
-        self._ended = True
-        self._states.clear()
-        self._places.close()
-        self._run.close()
+    # -- checks ---------------------------------------------------------------------------
 
-    def _closed_well(self) -> None:
-        cause, self._failure = self._failure, None
-        if cause is not None:
-            raise decode_failed({}, cause)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StreamError("engine: expected an open one, got one that was closed")
+    def _any(self, request: Hashable) -> DecodeRequest:
+        """A request of the batch, one that is leaving too."""
+        return self._batch.find(request, "request", leaving=True)
 
     def _check_may_wait(self) -> None:
         """Raise before anything is changed where no wait for the operations is possible."""
@@ -517,68 +453,9 @@ class DecodeEngine:
                 argument="engine",
             )
 
-    def _state(
-        self, request: Hashable, argument: str = "request", *, leaving: bool = False
-    ) -> DecodeRequest:
-        self._check_open()
-        state = self._states.get(check_identity(argument, request))
-        if state is None:
-            fail(argument, "a request that was admitted", repr(request))
-        if state.leaving and not leaving:
-            fail(argument, "a request that is not leaving", repr(request))
-        return state
 
-    async def _settle(
-        self, step: DecodeStep | None = None, error: StreamError | None = None
-    ) -> None:
-        """Wait until nothing runs that was launched by now.  A failure puts every request out.
-
-        step, error: one that failed.  Lasts through every cancel and raises it at its end.
-        """
-        settlement = Settlement(self, step, error)
-        with Shield() as shield, settlement:
-            for stream in settlement.to_synchronize:
-                with settlement.seeing():
-                    await shield(stream.synchronize)
-            for stream in settlement.to_drain():
-                await shield(stream.drain)
-            settlement.end()
-
-    def _settle_blocking(
-        self, step: DecodeStep | None = None, error: StreamError | None = None
-    ) -> None:
-        settlement = Settlement(self, step, error)
-        with settlement:
-            for stream in settlement.to_synchronize:
-                with settlement.seeing():
-                    stream.synchronize_blocking()
-            for stream in settlement.to_drain():
-                stream.drain_blocking()
-            settlement.end()
-
-    def _put_out(self, cause: StreamError) -> list[DecodeRequest]:
-        """Every request leaves; what is not certain must be computed again.  Returns them."""
-        lost = [state for state in self._states.values() if not state.leaving]
-        for step in self._steps:
-            step._lost = {state.name: state.confirmed for state in lost}
-            step._cause = cause
-        self._steps.clear()
-        for state in self._states.values():
-            state.failed = state.failed or cause
-        for state in lost:
-            state.leaving = state.aborted = True
-            for pool in state.pools.values():
-                pool.evict(state.name)
-        self.totals.failed += len(lost)
-        if self._closed:
-            self._failure = self._failure or cause
-        elif self._run.is_open:
-            self._run.start_again()
-        return lost
-
-    def _finished(self, step: DecodeStep) -> None:
-        self._steps.discard(step)
-        # The step's layers waited for the copies of the steps before it.
-        if not step._cause and ran(step._copies):
-            for request, clean, epoch in step._before:
-                request.confirm(clean, epoch)
+def _on_host(state: DecodeRequest) -> int:
+    """Leading tokens that the host has; DecodeFailed when an operation failed meanwhile."""
+    if state.failed is not None:
+        raise decode_failed({state.name: state.confirmed}, state.failed)
+    return state.confirmed

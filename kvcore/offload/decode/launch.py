@@ -13,7 +13,7 @@ What orders what, of layer l with input buffer b (both ways, so that no byte is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,19 +25,20 @@ from kvcore.offload.decode.moves import (
     Attend,
     AttentionInput,
     BatchMove,
-    MakeRows,
     Ring,
     RingServe,
     RingStore,
     RingWrite,
     Tally,
 )
+from kvcore.offload.decode.result import Moved
 from kvcore.offload.rows.device_pool import PoolOutput
 from kvcore.runtime.profile import COMPUTE, D2H, H2D, HBM
 
 if TYPE_CHECKING:
     from kvcore.offload.decode.choice import Part
     from kvcore.offload.decode.moves import Demand
+    from kvcore.offload.decode.options import EngineSettings
     from kvcore.offload.decode.request import DecodeRequest
     from kvcore.offload.rows.full_lanes import FullLane
     from kvcore.runtime import Device, Event, Stream
@@ -52,6 +53,8 @@ MAX_LAYER_US = 1e9  # a quarter of an hour
 class Launcher:
     """See `DecodeEngine` for the arguments.
 
+    lanes: of the layers that have rows; the other layers of the groups only take their time.
+
     events: loads and saves by layer; streams: compute, h2d, side, d2h.
     """
 
@@ -60,20 +63,17 @@ class Launcher:
         device: Device,
         lanes: Mapping[int, Sequence[FullLane]],
         groups: Sequence[Sequence[int]],
-        *,
-        places: int,
-        topk: int,
-        recent_rows: int,
-        depth: int,
-        rows: MakeRows,
-        attend: Callable[[AttentionInput], object] | None,
-        layer_us: float | Callable[[int, int, int], float],
-        pace: bool,
-        compute: Stream | None,
+        settings: EngineSettings,
     ) -> None:
+        places, topk, depth = settings.max_batch, settings.topk, settings.depth
+        recent_rows, compute = settings.ring_rows, settings.compute
         self._lanes = dict(lanes)
-        self._groups, self._pace = groups, pace
-        self._make, self._attend, self._layer_us = rows, attend, layer_us
+        self._groups = groups
+        self._first_with_rows = [
+            next((layer for layer in group if layer in lanes), None) for group in groups
+        ]
+        self._make, self._attend = settings.rows, settings.attend
+        self._layer_us = settings.layer_us
         first = next(iter(lanes.values()))
         self._row_bytes = sum(lane.row_bytes for lane in first)
         self._num_lanes = len(first)
@@ -87,23 +87,21 @@ class Launcher:
         # [buffer][place] the input of each lane
         self._outs: list[list[PoolOutput]] = []
         try:
-            if places:
-                for layer, full in lanes.items():
-                    self._rings[layer] = Ring(device, layer, full, places, recent_rows)
-                for _ in range(depth):
-                    self._inputs.append([])
-                    for lane in first:
-                        made = device.empty((places, topk, lane.row_bytes), "uint8")
-                        self._inputs[-1].append(made)
-                    inputs = self._inputs[-1]
-                    self._outs.append(
-                        [PoolOutput([lane[i] for lane in inputs]) for i in range(places)]
-                    )
+            for layer, full in lanes.items():
+                self._rings[layer] = Ring(device, layer, full, places, recent_rows)
+            for _ in range(depth):
+                self._inputs.append([])
+                for lane in first:
+                    made = device.empty((places, topk, lane.row_bytes), "uint8")
+                    self._inputs[-1].append(made)
+                inputs = self._inputs[-1]
+                self._outs.append([PoolOutput([lane[i] for lane in inputs]) for i in range(places)])
         except BaseException:
             self.close()
             raise
         inputs = [buffer for buffers in self._inputs for buffer in buffers]
-        self._owners = {
+        # Owners of the memory that a layer's moves touch.
+        self._owners: dict[int, tuple[Any, ...]] = {
             layer: (*ring.lanes, *(lane.owner for lane in ring.full), *inputs)
             for layer, ring in self._rings.items()
         }
@@ -113,9 +111,9 @@ class Launcher:
         for name in ("h2d", "side", "d2h"):
             self.streams[name] = device.stream(name)
         self._tallies = {name: Tally() for name in self.streams}
-        launched = [layer for group in groups for layer in group if pace or layer in lanes]
-        self.events = LayerEvents(device, launched)
-        self._installed = {layer: device.event() for layer in launched}
+        layers = [layer for group in groups for layer in group]
+        self.events = LayerEvents(device, layers)
+        self._installed = {layer: device.event() for layer in layers if layer in lanes}
         self._attended = [device.event() for _ in range(depth)]
         self._drained = [device.event() for _ in range(depth)]
         self._written, self._taken = device.event(), device.event()
@@ -203,89 +201,71 @@ class Launcher:
             found[layer] = us
         return found
 
-    def step(
-        self, number: int, parts: Sequence[Part], times: Mapping[int, float]
-    ) -> tuple[dict[str, Any], Event, Event]:
-        """Launch every layer; returns the fields of a `StepResult`, and the step's two events."""
+    def step(self, parts: Sequence[Part], times: Mapping[int, float]) -> tuple[Moved, Event, Event]:
+        """Launch every layer; returns what they move, and events at the step's start and end."""
         compute = self.streams["compute"]
-        counts = dict.fromkeys(
-            ("hits", "misses", "recent", "hit_bytes", "h2d_bytes", "d2h_bytes", "rows",
-             "real_rows"), 0,
-        )  # fmt: skip
-        result: dict[str, Any] = {"number": number, "requests": {}, **counts}
         tokens = sum(part.tokens for part in parts)
         pieces = sum(self._pieces(part.send[0], part.host_rows) for part in parts)
         sent = sum(len(part.host_rows) for part in parts)
-        real = [part for part in parts if part.request.real]
         start = compute.record_event()
-        for index, group in enumerate(self._groups):
-            hits, misses, recent = (sum(part.rows[index][i] for part in parts) for i in range(3))
-            result["hits"] += hits * len(group)
-            result["misses"] += misses * len(group)
-            result["recent"] += recent * len(group)
-            moved = sum(sum(part.rows[index]) for part in real)
-            result["rows"] += (hits + misses + recent) * len(group)
-            result["real_rows"] += moved * sum(layer in self._lanes for layer in group)
-            layers = [x for x in group if self._pace or x in self._lanes] if parts else []
-            loaded = 0
-            for place, layer in enumerate(layers):
-                own = real if layer in self._lanes else []
-                self._write(layer, own, tokens)
+        all_hits = all_misses = all_recent = 0
+        for index, group in enumerate(self._groups if parts else ()):
+            with_rows = [layer for layer in group if layer in self._lanes]
+            hits, misses, recent = (sum(part.rows(index)[i] for part in parts) for i in range(3))
+            all_hits += hits * len(with_rows)
+            all_misses += misses * len(with_rows)
+            all_recent += recent * len(with_rows)
+            place = loaded = 0
+            for layer in group:
+                if layer not in self._lanes:
+                    self._compute(layer, times[layer])
+                    continue
+                self._write(layer, parts, tokens)
                 # Launched ahead, into every buffer whose last user is launched already: a host
                 # that launches one by one must not be what the next layer's misses wait for.
-                while loaded < min(place + self._depth, len(layers)):
-                    self._load(layers[loaded], real, index, misses, loaded - place, loaded == 0)
+                while loaded < min(place + self._depth, len(with_rows)):
+                    self._load(with_rows[loaded], parts, index, misses, loaded - place)
                     loaded += 1
-                self._serve(layer, own, index, hits + recent)
-                self._attention(layer, own, index, times[layer])
-                self._install(layer, own, index, misses)
-                self._save(layer, own, sent, pieces)
+                self._serve(layer, parts, index, hits + recent)
+                self._attention(layer, parts, index, times[layer])
+                self._install(layer, parts, index, misses)
+                self._save(layer, parts, sent, pieces)
                 self._turn = (self._turn + 1) % self._depth
-        for kind, row in (("hit_bytes", "hits"), ("h2d_bytes", "misses")):
-            result[kind] = result[row] * self._row_bytes
-        result["d2h_bytes"] = sent * self._row_bytes * sum(map(len, self._groups))
-        return result, start, compute.record_event() if parts else start
+                place += 1
+        size = self._row_bytes
+        moved = Moved(
+            all_hits, all_misses, all_recent, all_hits * size, all_misses * size,
+            sent * size * len(self._lanes),
+        )  # fmt: skip
+        return moved, start, compute.record_event() if parts else start
 
     def _write(self, layer: int, parts: Sequence[Part], tokens: int) -> None:
         compute = self.streams["compute"]
         self.events.wait_for_layer_save(layer, compute)
-        moves = []
-        arrays: tuple[Any, ...] = ()
-        if parts:
-            ring = self._rings[layer]
-            who = [(part.request, part.request.context, part.tokens) for part in parts]
-            moves.append(RingWrite(ring, self._make, who))
-            arrays = tuple(ring.lanes)
+        ring = self._rings[layer]
+        who = [(part.request, part.request.context, part.tokens) for part in parts]
+        write = RingWrite(ring, self._make, who)
+        arrays = tuple(ring.lanes)
         self._launch(
-            "compute", self._move(f"write {layer}", moves, arrays, HBM, tokens, twice=True)
+            "compute", self._move(f"write {layer}", [write], arrays, HBM, tokens, twice=True)
         )
         self._written.record(compute)
 
-    def _load(
-        self,
-        layer: int,
-        parts: Sequence[Part],
-        group: int,
-        misses: int,
-        ahead: int,
-        first: bool,
-    ) -> None:
+    def _load(self, layer: int, parts: Sequence[Part], group: int, misses: int, ahead: int) -> None:
         h2d, turn = self.streams["h2d"], (self._turn + ahead) % self._depth
-        if first:
+        if layer == self._first_with_rows[group]:
             h2d.wait_event(self._written)  # and the choice of ids
         for event in (self._attended[turn], self._drained[turn]):
             if event.recorded:
                 h2d.wait_event(event)
         self.events.wait_for_layer_save(layer, h2d)
         moves = []
-        for i, part in enumerate(parts if layer in self._lanes else ()):
+        for i, part in enumerate(parts):
             pool = part.request.pools[group]
             out = self._out(turn, i)
             moves.append(pool.plan_misses(part.chosen[group].selection, layer, out))
-        if moves or misses:
-            name = f"misses {layer}"
-            move = self._move(name, moves, self._touching(layer), self._link, misses)
-            self._launch("h2d", move)
+        name = f"misses {layer}"
+        self._launch("h2d", self._move(name, moves, self._owners[layer], self._link, misses))
         self.events.layer_loaded(layer, h2d)
 
     def _serve(self, layer: int, parts: Sequence[Part], group: int, count: int) -> None:
@@ -299,16 +279,14 @@ class Launcher:
             moves.append(request.pools[group].plan_hits(chosen.selection, layer, out))
             if (chosen.in_ring >= 0).any():
                 moves.append(RingServe(self._rings[layer], request, chosen.in_ring, out.arrays))
-        if moves or count:
-            name = f"hits {layer}"
-            move = self._move(name, moves, self._touching(layer), HBM, count, twice=True)
-            self._launch("compute", move)
+        move = self._move(f"hits {layer}", moves, self._owners[layer], HBM, count, twice=True)
+        self._launch("compute", move)
         self._taken.record(compute)
 
     def _attention(self, layer: int, parts: Sequence[Part], group: int, us: float) -> None:
         compute, turn = self.streams["compute"], self._turn
         self.events.wait_for_layer_load(layer, compute)
-        if self._attend is not None and parts:
+        if self._attend is not None:
             given = AttentionInput(layer)
             for i, part in enumerate(parts):
                 chosen = part.chosen[group]
@@ -316,9 +294,12 @@ class Launcher:
             arrays = tuple(self._inputs[turn])
             move = BatchMove(f"attend {layer}", [Attend(self._attend, given)], arrays, [], 0)
             self._launch("compute", move)
-        if us:
-            compute.compute(us, f"layer {layer}")
+        self._compute(layer, us)
         self._attended[turn].record(compute)
+
+    def _compute(self, layer: int, us: float) -> None:
+        if us:
+            self.streams["compute"].compute(us, f"layer {layer}")
 
     def _install(self, layer: int, parts: Sequence[Part], group: int, misses: int) -> None:
         side, turn = self.streams["side"], self._turn
@@ -329,10 +310,8 @@ class Launcher:
             pool = part.request.pools[group]
             out = self._out(turn, i)
             moves.append(pool.plan_install(part.chosen[group].selection, layer, out))
-        if moves or misses:
-            name = f"install {layer}"
-            move = self._move(name, moves, self._touching(layer), HBM, misses, twice=True)
-            self._launch("side", move)
+        move = self._move(f"install {layer}", moves, self._owners[layer], HBM, misses, twice=True)
+        self._launch("side", move)
         self._installed[layer].record(side)
         self._drained[turn].record(side)
 
@@ -355,10 +334,8 @@ class Launcher:
         ]
         if self._link != HBM:
             demands.append((HBM, sent * self._row_bytes, pieces * self._num_lanes))
-        arrays = self._touching(layer)
-        self._launch(
-            "d2h", BatchMove(f"save {layer}", moves, arrays, demands, sent * self._row_bytes)
-        )
+        arrays, nbytes = self._owners[layer], sent * self._row_bytes
+        self._launch("d2h", BatchMove(f"save {layer}", moves, arrays, demands, nbytes))
         self.events.layer_saved(layer, d2h)
 
     def flush(self, request: DecodeRequest, first: int, host_rows: NDArray[np.int64]) -> int:
@@ -367,21 +344,16 @@ class Launcher:
         self.streams["d2h"].wait_event(written)
         pieces = self._pieces(first, host_rows)
         for layer in self.events.layers:
-            moves = []
-            if request.real and layer in self._rings:
-                moves.append(RingStore(self._rings[layer], request, first, host_rows))
-            self._launch_save(layer, moves, len(host_rows), pieces)
-        return len(host_rows) * self._row_bytes * sum(map(len, self._groups))
+            if layer in self._lanes:
+                store = RingStore(self._rings[layer], request, first, host_rows)
+                self._launch_save(layer, [store], len(host_rows), pieces)
+        return len(host_rows) * self._row_bytes * len(self._lanes)
 
     # -- parts ----------------------------------------------------------------------------
 
     def _out(self, turn: int, place: int) -> PoolOutput:
-        """A request's input of each lane, by its place among the step's real requests."""
+        """A request's input of each lane, by its place among the step's requests."""
         return self._outs[turn][place]
-
-    def _touching(self, layer: int) -> tuple[Any, ...]:
-        """Owners of the memory that a layer's moves touch."""
-        return self._owners.get(layer, ())
 
     def _launch(self, stream: str, move: BatchMove) -> None:
         move.launch(self.streams[stream], self._tallies[stream])

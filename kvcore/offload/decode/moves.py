@@ -2,8 +2,8 @@
 """The operations of a decode step: what one layer launches for the whole batch.
 
 A `BatchMove` is one launch; its parts move one request's rows each.  Its cost is known when it is
-launched (``demands``), and counts the requests that are only accounted too.  What it touched is
-told exactly, to the row, when it ran; parts of a request that was aborted meanwhile do nothing.
+launched (``demands``).  What it touched is known to the row once it ran; the parts of a request
+that was aborted meanwhile do nothing.
 
 `Ring` keeps the newest tokens' rows of one layer, a ring for each place.
 """
@@ -294,7 +294,7 @@ class AttentionInput:
     """What one layer attends to, while it does.
 
     layer:    its id.
-    requests: the real requests of the step, in its order.
+    requests: those of the step, in its order.
     """
 
     def __init__(self, layer: int) -> None:
@@ -307,7 +307,7 @@ class AttentionInput:
 
     @property
     def requests(self) -> tuple[Hashable, ...]:
-        """The real requests of the step."""
+        """The requests of the step, in its order."""
         return tuple(self._of)
 
     def ids(self, request: Hashable) -> NDArray[np.int64]:
@@ -319,6 +319,16 @@ class AttentionInput:
         """int64 [queries, k]: each query's rows, when each query chose its own; -1 for none."""
         index: NDArray[np.int64] | None = self._of[request][1]
         return index
+
+    def accesses(self) -> Accesses:
+        """Every row of every lane, as memory that is read."""
+        reads = []
+        for ids, _, out in self._of.values():
+            for i, lane in enumerate(out):
+                array = lane.__kvcore_array__[: len(ids)]
+                starts = array.ctypes.data + np.arange(len(ids)) * array.strides[0]
+                reads.append(_rows(f"input[{i}]", lane, starts, array.shape[1]))
+        return tuple(reads)
 
     def rows(self, request: Hashable) -> tuple[NDArray[np.uint8], ...]:
         """uint8 [n, row bytes] of each lane, in the order of the ids; read only."""
@@ -343,13 +353,7 @@ class Attend:
 
     def touched(self) -> tuple[Accesses, Accesses]:
         """It reads the whole input."""
-        reads = []
-        for ids, _, out in self._given._of.values():
-            for i, lane in enumerate(out):
-                array = lane.__kvcore_array__[: len(ids)]
-                starts = array.ctypes.data + np.arange(len(ids)) * array.strides[0]
-                reads.append(_rows(f"input[{i}]", lane, starts, array.shape[1]))
-        return tuple(reads), ()
+        return self._given.accesses(), ()
 
 
 def _rows(name: str, owner: Any, starts: NDArray[np.int64], row_bytes: int) -> Access:

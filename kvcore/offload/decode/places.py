@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device pools of the real requests, a place each; and what full caches and groups must be."""
+"""The device pools of the requests, a place each; and what full caches and groups must be."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvcore.offload.rows.full_lanes import FullLane
 from kvcore.offload.rows.policy import check_books
 
 if TYPE_CHECKING:
+    from kvcore.offload.decode.options import EngineSettings
     from kvcore.offload.decode.request import DecodeRequest
     from kvcore.runtime import Device
 
@@ -21,9 +22,9 @@ __all__ = ["Places", "check_full", "read_groups"]
 
 
 class Places:
-    """``count`` places, each with a pool for every group that has a layer in ``full``.
+    """A place for each request of a full batch, with a pool for every group that has rows.
 
-    options: of `DevicePool`, capacity None for 4 * topk (topk for the previous selection).
+    A group has rows when one of its layers is in ``full``.
     """
 
     def __init__(
@@ -31,21 +32,15 @@ class Places:
         device: Device,
         full: Mapping[int, Sequence[Any]],
         groups: Sequence[Sequence[int]],
-        count: int,
-        *,
-        policy: str,
-        capacity: int | None,
-        topk: int,
-        max_tokens: int,
-        ways: int | None,
+        settings: EngineSettings,
     ) -> None:
-        if capacity is None:
-            capacity = topk if policy == "previous" else 4 * topk
+        policy, capacity, ways = settings.policy, settings.pool_capacity, settings.ways
+        topk, max_tokens = settings.topk, settings.max_tokens
         check_books(policy, capacity, max_tokens, topk, ways)
         self._pools: list[dict[int, DevicePool]] = []
-        self._free = list(range(count - 1, -1, -1))
+        self._free = list(range(settings.max_batch - 1, -1, -1))
         try:
-            for _ in range(count):
+            for _ in range(settings.max_batch):
                 pools: dict[int, DevicePool] = {}
                 self._pools.append(pools)
                 for index, group in enumerate(groups):
@@ -59,17 +54,20 @@ class Places:
             self.close()
             raise
 
+    @property
+    def num_free(self) -> int:
+        """Places that no request has."""
+        return len(self._free)
+
     def take(self, request: Hashable) -> tuple[int, dict[int, DevicePool]]:
-        """A place for a request, and its pools, which hold nothing."""
-        if not self._free:
-            fail("real", f"at most {len(self._pools)} real requests at a time", "one more")
+        """A place for a request, and its pools, which hold nothing.  One must be free."""
         place = self._free.pop()
         for pool in self._pools[place].values():
             pool.admit(request)
         return place, self._pools[place]
 
     def give_back(self, state: DecodeRequest) -> None:
-        """Take a request's place, if it has one."""
+        """Free the place of a request, if it still has one."""
         for pool in state.pools.values():
             if pool.request is not None:
                 pool.evict(state.name)

@@ -33,11 +33,10 @@ __all__ = ["DecodeRequest"]
 class DecodeRequest:
     """One request.
 
-    place:     its place of the rings and pools; -1: accounted only.
+    place:     its place of the rings and pools; -1 once it has given it back.
     table:     the block table, shared: what its owner writes there is seen.
-    pools:     its pool for each group with real layers, by group index.
+    pools:     its pool for each group that has rows, by group index.
     confirmed: leading tokens the host has for certain (``clean``: copies launched).
-    age:       steps since it was admitted.
     leaving:   it is out of the batch, and operations may still use its place.
     last:      when nobody waits for those: marks behind them, one a stream.
     epoch:     grows when positions that were clean are rolled back.
@@ -46,7 +45,6 @@ class DecodeRequest:
     __slots__ = (
         "_table",
         "aborted",
-        "age",
         "clean",
         "confirmed",
         "context",
@@ -72,7 +70,7 @@ class DecodeRequest:
         self.name, self.place, self.pools = name, place, pools
         self._table = table
         self.context = self.end = self.clean = self.confirmed = self.window = context
-        self.age = self.epoch = 0
+        self.epoch = 0
         self.aborted = self.leaving = False
         self.last: Sequence[Any] = ()
         self.failed: BaseException | None = None
@@ -81,11 +79,6 @@ class DecodeRequest:
     def table(self) -> NDArray[Any]:
         """int32 or int64 [columns], as it is now: other packages' arrays can move or grow."""
         return read_indices("table", self._table)
-
-    @property
-    def real(self) -> bool:
-        """Its rows are moved, not only accounted."""
-        return self.place >= 0
 
     def room(self, want: int, block_size: int, num_blocks: int, max_tokens: int) -> int:
         """How many of ``want`` tokens from ``context`` on have a block, up to max_tokens.
@@ -129,7 +122,6 @@ class DecodeRequest:
         """A step has written ``tokens`` positions from ``context`` on into a ring of ``rows``."""
         self.end = self.context + tokens
         self.window = max(self.window, self.end - rows)
-        self.age += 1
 
     def accept(self, tokens: int) -> None:
         """Of the written positions the first ``tokens`` stand."""

@@ -22,13 +22,58 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvcore.errors import StreamError
+from kvcore.runtime.shield import Shield
 
 if TYPE_CHECKING:
-    from kvcore.offload.decode.engine import DecodeEngine
-    from kvcore.offload.decode.step import DecodeStep
+    from kvcore.offload.decode.batch import Batch, LaunchedStep
+    from kvcore.offload.decode.launch import Launcher
     from kvcore.runtime import Stream
 
-__all__ = ["Settlement"]
+__all__ = ["Settlement", "Settler"]
+
+
+class Settler:
+    """Waits for everything that an engine has launched.  A failure puts every request out."""
+
+    def __init__(self, batch: Batch, run: Launcher) -> None:
+        self._batch, self._run = batch, run
+
+    def begin(
+        self, step: LaunchedStep | None = None, error: StreamError | None = None
+    ) -> Settlement:
+        """A wait for all that was launched by now.
+
+        step, error: a step that was seen to have failed, and by what.
+        """
+        return Settlement(self._batch, self._run, step, error)
+
+    async def settle(
+        self, step: LaunchedStep | None = None, error: StreamError | None = None
+    ) -> None:
+        """Wait until nothing runs that was launched by now.
+
+        Lasts through every cancel and raises it at its end.
+        """
+        settlement = self.begin(step, error)
+        with Shield() as shield, settlement:
+            for stream in settlement.to_synchronize:
+                with settlement.seeing():
+                    await shield(stream.synchronize)
+            for stream in settlement.to_drain():
+                await shield(stream.drain)
+            settlement.end()
+
+    def settle_blocking(
+        self, step: LaunchedStep | None = None, error: StreamError | None = None
+    ) -> None:
+        """Wait as `settle` does, holding this thread."""
+        with self.begin(step, error) as settlement:
+            for stream in settlement.to_synchronize:
+                with settlement.seeing():
+                    stream.synchronize_blocking()
+            for stream in settlement.to_drain():
+                stream.drain_blocking()
+            settlement.end()
 
 
 class Settlement:
@@ -41,27 +86,32 @@ class Settlement:
     """
 
     def __init__(
-        self, engine: DecodeEngine, step: DecodeStep | None, error: StreamError | None
+        self,
+        batch: Batch,
+        run: Launcher,
+        step: LaunchedStep | None = None,
+        error: StreamError | None = None,
     ) -> None:
-        self._engine = engine
+        self._batch, self._run = batch, run
         self._step, self._step_error = step, error
         self._error: Exception | None = None
-        self._closing = engine._closed
-        self._steps = list(engine._steps)
-        states = engine._states.values()
-        self._leaving = [state for state in states if state.leaving]
+        self._closing = batch.closing
+        self._steps = list(batch.steps)
+        self._leaving = [state for state in batch.requests if state.leaving]
         # (of a request that is aborted, copies that have not begun do not run)
-        self._clean = [(state, state.clean, state.epoch) for state in states if not state.aborted]
-        self._launched = engine._run.launched()
+        self._clean = [
+            (state, state.clean, state.epoch) for state in batch.requests if not state.aborted
+        ]
+        self._launched = run.launched()
         self._out = self._ended = False
-        if step is not None and error is not None and step._cause is None:
-            self._doubt(error)
+        if step is not None and error is not None and step.cause is None:
+            batch.doubt(error)
 
     @property
     def to_synchronize(self) -> Sequence[Stream]:
         """The streams that can report how their work went: none once the device was left."""
-        run = self._engine._run
-        return tuple(run.streams.values()) if run.is_open or not self._closing else ()
+        streams = self._run.streams
+        return tuple(streams.values()) if self._run.is_open or not self._closing else ()
 
     @contextlib.contextmanager
     def seeing(self) -> Iterator[None]:
@@ -70,56 +120,47 @@ class Settlement:
             yield
         except Exception as error:
             if isinstance(error, StreamError):
-                self._doubt(error)
+                self._batch.doubt(error)
             self._error = self._error or error
-
-    def _doubt(self, cause: StreamError) -> None:
-        """From now on no further row of the requests counts as being on the host."""
-        for state in self._engine._states.values():
-            state.failed = state.failed or cause
 
     def to_drain(self) -> Sequence[Stream]:
         """Put the requests out if something failed; the streams that may still run then."""
-        if (
-            self._error is None
-            and self.to_synchronize
-            and self._engine._run.did_not_run(self._launched)
-        ):
+        if self._error is None and self.to_synchronize and self._run.did_not_run(self._launched):
             self._error = StreamError(
                 "operations that did not run, a failure that was reported outside the engine",
                 argument="engine",
             )
-            self._doubt(self._error)
+            self._batch.doubt(self._error)
         if self._error is None and self._step is None and self.to_synchronize:
             return ()
         self._put_out()
-        return tuple(self._engine._run.streams.values())
+        return tuple(self._run.streams.values())
 
     def _put_out(self) -> None:
         step = self._step
-        if self._error is None and step is not None and step._cause is None:
+        if self._error is None and step is not None and step.cause is None:
             # It was reported to a wait outside the engine, which did not put the requests out.
             self._error = self._step_error
         if isinstance(self._error, StreamError) and not self._out:
             self._out = True
-            self._leaving += self._engine._put_out(self._error)
-            if step is not None and step._cause is None:
-                step._cause = self._error
+            self._leaving += self._batch.put_out(self._error)
+            if step is not None and step.cause is None:
+                step.cause = self._error
 
     def end(self) -> None:
         """Nothing that was launched runs any more: confirm what was copied, give places back.
 
         Raises an error that is no failure of the work (RaceError).
         """
-        engine = self._engine
+        batch = self._batch
         if self._error is None and self._step is None:
-            engine._steps.difference_update(self._steps)
+            batch.steps.difference_update(self._steps)
             for state, clean, epoch in self._clean:
                 state.confirm(clean, epoch)
         for state in self._leaving:
-            engine._end_leave(state)
+            batch.end_leave(state)
         if self._closing:
-            engine._end_close()
+            batch.end_close()
         self._ended = True
         if self._error is not None and not isinstance(self._error, StreamError):
             raise self._error
@@ -133,9 +174,6 @@ class Settlement:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        engine = self._engine
         if not self._ended:
             self._put_out()
-            for state in engine._states.values():
-                if state.leaving and engine._run.is_open:
-                    state.last = engine._run.marks()
+            self._batch.mark_leaving()

@@ -1,39 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step that was launched, and what becomes of it."""
+"""A decode step that was launched, to be waited for."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvcore.errors import StreamError
-from kvcore.offload.decode.result import DecodeFailed, StepResult
+from kvcore.offload.decode.launch import ran
+from kvcore.offload.decode.result import StepResult, decode_failed
 
 if TYPE_CHECKING:
-    from kvcore.offload.decode.engine import DecodeEngine
-    from kvcore.offload.decode.launch import Launched
-    from kvcore.offload.decode.request import DecodeRequest
-    from kvcore.runtime import Event
+    from kvcore.offload.decode.batch import Batch, LaunchedStep
+    from kvcore.offload.decode.launch import Launcher
+    from kvcore.offload.decode.settle import Settler
 
-__all__ = ["DecodeStep", "decode_failed"]
+__all__ = ["DecodeStep"]
 
 
 class DecodeStep:
-    """A step that was launched."""
+    """A decode step that was launched.  `DecodeEngine.launch` makes it."""
 
     def __init__(
-        self,
-        engine: DecodeEngine,
-        result: dict[str, Any],
-        start: Event,
-        end: Event,
-        before: list[tuple[DecodeRequest, int, int]],
-        copies: Launched,
+        self, launched: LaunchedStep, batch: Batch, run: Launcher, settler: Settler
     ) -> None:
-        self._engine, self._result, self._start, self._end = engine, result, start, end
-        self._before, self._copies = before, copies
-        self._lost: Mapping[Hashable, int] = {}
-        self._cause: BaseException | None = None
+        self._launched, self._batch, self._run, self._settler = launched, batch, run, settler
 
     async def wait(self) -> StepResult:
         """Wait until the computing stream has done the step.
@@ -43,39 +33,39 @@ class DecodeStep:
         through every cancel).  Raises RaceError (``race_check="raise"``).
         """
         try:
-            await self._end.synchronize()
+            await self._launched.end.synchronize()
         except StreamError as error:
-            await self._engine._settle(self, error)
+            await self._settler.settle(self._launched, error)
             self._fail(error)
         return self._finish()
 
     def wait_blocking(self) -> StepResult:
-        """The same, holding this thread."""
+        """Wait as `wait` does, holding this thread, and raise what it raises."""
         try:
-            self._end.synchronize_blocking()
+            self._launched.end.synchronize_blocking()
         except StreamError as error:
-            self._engine._settle_blocking(self, error)
+            self._settler.settle_blocking(self._launched, error)
             self._fail(error)
         return self._finish()
 
     def _fail(self, error: StreamError) -> None:
-        raise decode_failed(self._lost, self._cause or error)
+        self._launched.check()
+        raise decode_failed(self._launched.lost, error)
 
     def _finish(self) -> StepResult:
-        if self._cause is not None:
-            raise decode_failed(self._lost, self._cause)
-        self._engine._finished(self)
-        start, end = (self._engine._run.time_of(event) for event in (self._start, self._end))
-        return StepResult(start_us=start, end_us=end, **self._result)
-
-
-def decode_failed(lost: Mapping[Hashable, int], cause: BaseException) -> DecodeFailed:
-    """The error for requests that are out, from the first cause."""
-    error = DecodeFailed(
-        f"engine: expected every operation to run, got {cause}; its requests are out",
-        argument="engine",
-        seen=str(cause),
-    )
-    error.lost = dict(lost)
-    error.__cause__ = cause
-    return error
+        launched = self._launched
+        launched.check()
+        self._batch.steps.discard(launched)
+        # The step's layers waited for the copies of the steps before it.
+        if ran(launched.copies):
+            for request, clean, epoch in launched.before:
+                request.confirm(clean, epoch)
+        moved = launched.moved
+        return StepResult(
+            number=launched.number,
+            start_us=self._run.time_of(launched.start),
+            end_us=self._run.time_of(launched.end),
+            requests=launched.requests,
+            rows=moved.rows,
+            **moved._asdict(),
+        )

@@ -318,7 +318,7 @@ class OffloadReplay(Progress):
             self.model.row_bytes, self.model.layers, compute_us,
         )  # fmt: skip
         if result is not None:
-            totals.real_rows += result.real_rows
+            totals.real_rows += result.rows
         held = len(who) * self.options.device_bytes(self.model, self.pool_entries, 0)
         held += int(contexts.sum()) * self.model.token_index_bytes
         totals.peak_device_bytes = max(totals.peak_device_bytes, held)

@@ -141,7 +141,6 @@ class RealDecode:
             capacity=pool,
             write_policy=options.write_policy,
             max_drafts=options.drafts,
-            pace=True,
         )
         self._ring = (
             PrefillOffloader(
