@@ -67,6 +67,7 @@ class DecodeEngine:
                 kernels read it in place.
     groups:     all layer ids, by group that shares its top-k.  A layer that is not in ``full``
                 takes its time (``layer_us``), and has no rows: none is moved or counted for it.
+    max_batch:  requests at a time; memory is taken for so many.
     max_tokens: positions are below it.
     topk:       the most rows a request attends to in a step.
     select:     select(request, group index, tokens): int32 or int64 positions below ``tokens``
