@@ -348,6 +348,15 @@ class Kernel:
         run = self.special.run if self.special else self.seeded or self.overload
         return lambda: run(*there, **named)
 
+    def _text(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The operator with shapes and types of its tensors, by which an update is judged."""
+        seen = [
+            f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+            for value in (*args, *kwargs.values())
+            for tensor in _tensors(value)
+        ]
+        return f"{self.name}({', '.join(seen)})"
+
     def _queue(self, stream: int, where: str, args: Any, kwargs: Any, new: list[Any]) -> None:
         touches: list[int] = []
         call = self._host_call(args, kwargs, touches)
@@ -372,14 +381,16 @@ class Kernel:
                     if target is not None:
                         target.copy_(value)
 
+        kept = _capturing() or tasks.updating(stream)
+        text = self._text(args, kwargs) if kept else ""
         try:
-            tasks.launch(stream, where, task, touches, _capturing())
+            tasks.launch(stream, where, task, touches, kept, text)
         except StreamError as error:
             raise RuntimeError(str(error)) from None
 
     def _wait(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: int, where: str) -> Any:
         """For outputs that depend on data: the stream passes first."""
-        if _capturing():
+        if _capturing() or tasks.updating(_raw_stream(device)):
             raise RuntimeError(
                 f"{where}: the output depends on data, which no capture has; the device refuses it "
                 "too"

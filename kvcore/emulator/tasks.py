@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from ctypes import c_char_p, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import c_bool, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 
 from kvcore.emulator import machine
 from kvcore.errors import StreamError
@@ -54,19 +54,25 @@ def _words(error: BaseException) -> str:
 _RUN = ctypes.CFUNCTYPE(c_int, c_uint64)(_run)
 _core: ctypes.CDLL
 _num_dropped: c_size_t
+#: How many updates of captured tasks are open; mostly none, and no stream need be asked about.
+_num_updates: c_size_t
 _DROPPED = (c_uint64 * 1024)()
 
 
 def prepare() -> None:
     """Make the machine ready for tasks of Python's; at exit it finishes them first."""
-    global _core, _num_dropped
+    global _core, _num_dropped, _num_updates
     _core = machine.load().core
     _core.kvdouble_launch.argtypes = [c_void_p, c_char_p, type(_RUN), c_uint64, c_void_p, c_size_t]
     _core.kvdouble_dropped.argtypes = [c_void_p, c_size_t]
     _core.kvdouble_dropped.restype = c_size_t
     _core.kvdouble_task_failed.argtypes = [c_char_p]
     _core.aclGetRecentErrMsg.restype = c_char_p
+    _core.kvdouble_describe.argtypes = [c_char_p]
+    _core.kvdouble_updates.argtypes = [c_void_p]
+    _core.kvdouble_updates.restype = c_bool
     _num_dropped = c_size_t.in_dll(_core, "kvdouble_num_dropped")
+    _num_updates = c_size_t.in_dll(_core, "kvdouble_num_updates")
     atexit.register(_finish)
 
 
@@ -76,19 +82,26 @@ def _forget_dropped() -> None:
             _tasks.pop(_DROPPED[i], None)
 
 
+def updating(stream: int) -> bool:
+    """Whether what is launched on a stream takes the place of tasks that a graph has captured."""
+    return bool(_num_updates.value and _core.kvdouble_updates(stream))
+
+
 def launch(
     stream: int,
     name: str,
     function: Callable[[], None],
     touches: Sequence[int],
     captured: bool = False,
+    text: str = "",
 ) -> None:
     """Queue ``function`` on a stream.
 
     stream:   the address of a stream of the thread's current device.
     name:     what reports and errors call the task.
     touches:  three numbers each: a device address, bytes from there, 1 if they are written.
-    captured: the stream is being captured: the task may run often, or never.
+    captured: the stream is being captured, or updates what was: the task may run often, or never.
+    text:     of such a task: the operator with shapes and types, which an update does not change.
     Raises StreamError with the machine's words when it refuses.
     """
     if _gone:
@@ -99,6 +112,8 @@ def launch(
     _tasks[number] = (function, name, captured)
     count = len(touches)
     given = (c_uint64 * count)(*touches)
+    if text:
+        _core.kvdouble_describe(text.encode())
     code = _core.kvdouble_launch(stream, name.encode(), _RUN, number, given, count // 3)
     if code:
         _tasks.pop(number, None)

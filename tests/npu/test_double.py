@@ -561,6 +561,33 @@ def test_callbacks_need_a_subscribed_thread(double: Double) -> None:
     assert double.rt("aclrtUnSubscribeReport", me, pointer(stream)) == 0
 
 
+def test_callbacks_may_launch_and_not_wait(double: Double) -> None:
+    """Work of another stream; what the callback's own stream waits for cannot be waited for."""
+    stream, other = double.stream(), double.stream()
+    address = double.malloc(64)
+    codes: list[int] = []
+
+    def body(_: object) -> None:
+        size = c_size_t(64)
+        codes.append(double.rt("aclrtMemsetAsync", pointer(address), size, 7, size, pointer(other)))
+        codes.append(double.sync(other))
+
+    function = FUNCTION(body)
+    me = c_uint64(threading.get_ident())
+    assert double.rt("aclrtSubscribeReport", me, pointer(stream)) == 0
+    assert double.rt("aclrtLaunchCallback", function, None, 1, pointer(stream)) == 0
+    assert double.rt("aclrtProcessReport", 10_000) == 0
+    assert codes == [0, 507000]
+    noticed(double, "[1.7]", "a synchronous call in a callback")
+    assert double.sync(other) == double.sync(stream) == 0
+    seen = np.zeros(64, np.uint8)
+    size = c_size_t(64)
+    host = c_void_p(seen.ctypes.data)
+    assert double.rt("aclrtMemcpy", host, size, pointer(address), size, D2H) == 0
+    assert (seen == 7).all()
+    assert double.rt("aclrtUnSubscribeReport", me, pointer(stream)) == 0
+
+
 # -- more of streams ------------------------------------------------------------------------------
 
 

@@ -25,10 +25,10 @@ struct subscription {
 static struct report *reports;  // to run, oldest first
 static struct subscription *subscriptions;
 
-static void call(function fn, void *data) {
-    kvd_set_in_callback(true);
+static void call(function fn, void *data, enum callback_kind kind) {
+    kvd_set_in_callback(kind);
     fn(data);
-    kvd_set_in_callback(false);
+    kvd_set_in_callback(NO_CALLBACK);
 }
 
 struct host_function {
@@ -38,7 +38,7 @@ struct host_function {
 
 static int run_host_function(struct task *t) {
     struct host_function *f = t->data;
-    call(f->fn, f->data);
+    call(f->fn, f->data, HOST_FUNCTION);
     return OK;
 }
 
@@ -168,7 +168,7 @@ int aclrtProcessReport(int32_t timeout_ms) {
             *link = r->next;
             pthread_mutex_unlock(&kvd_lock);
             kvd_take_python();
-            call(r->fn, r->data);
+            call(r->fn, r->data, REPORTED_CALLBACK);
             pthread_mutex_lock(&kvd_lock);
             r->done = true;
             drop_report(r);

@@ -321,7 +321,7 @@ int kvd_enter(const char *symbol, unsigned needs, const char *format, ...) {
     if (forked && !(needs & CALLABLE))
         return kvd_error(RT_CONTEXT_NULL, "this process was forked after its parent had opened a device "
                          "(aclrtSetDevice), and a device is not inherited; fork before that, or spawn");
-    if (!(needs & CALLABLE) && kvd_in_callback())
+    if (!(needs & CALLABLE) && kvd_in_callback() == HOST_FUNCTION)
         return kvd_violate(RT_INTERNAL, "1.7",
                              "called from a host function, which must not call the interface");
     if ((needs & INIT) && !kvd_initialized()) {

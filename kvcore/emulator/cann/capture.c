@@ -8,12 +8,6 @@
 
 static _Thread_local int thread_mode = MODE_GLOBAL;
 
-struct task_group {
-    struct handle handle;
-    uint64_t graph;
-    int first, count;
-};
-
 int kvd_capture_task(struct stream *s, struct task *t) {
     struct graph *g = s->capture;
     if (g->invalid) {
@@ -40,7 +34,15 @@ static void pick_refusing(void *graph, void *data) {
     if (mine || (g->mode == MODE_GLOBAL && thread_mode == MODE_GLOBAL)) *found = g;
 }
 
+int kvd_callback_refuses(void) {
+    if (kvd_in_callback() != REPORTED_CALLBACK) return OK;
+    return violate(RT_INTERNAL, "1.7", "a synchronous call in a callback, for which a stream waits");
+}
+
+// Every call that waits asks here first, or kvd_callback_refuses where captures have another rule.
 int kvd_capture_refuses(void) {
+    int code = kvd_callback_refuses();
+    if (code) return code;
     struct graph *found = NULL;
     if (thread_mode != MODE_RELAXED) kvd_each(H_GRAPH, pick_refusing, &found);
     if (!found) return OK;
@@ -88,7 +90,7 @@ static bool joined(struct graph *g, int tail) {  // does the origin's end come a
 }
 
 static void drop_group(void *group, void *graph) {
-    if (((struct task_group *)group)->graph == ((struct graph *)graph)->handle.serial)
+    if (((struct task_group *)group)->serial == ((struct graph *)graph)->handle.serial)
         kvd_destroy(group);
 }
 
@@ -150,19 +152,26 @@ static int run_nodes(struct task *t) {
     struct graph *g = t->graph;
     int first = OK;
     for (int i = 0; i < g->count; i++) {
-        struct task *node = g->nodes[i].task;
-        if (node->wait) {  // external
+        // An update may replace a task while the replay waits in front of it.
+        struct recording *wait = g->nodes[i].task->wait;
+        if (wait) {  // external
             pthread_mutex_lock(&kvd_lock);
-            while (!node->wait->done) {
-                if (node->wait->stream) kvd_allow(node->wait->stream, node->wait->position);
-                if (!node->wait->done) kvd_wait(NULL);
+            while (!wait->done) {
+                if (wait->stream) kvd_allow(wait->stream, wait->position);
+                if (!wait->done) kvd_wait(NULL);
             }
             pthread_mutex_unlock(&kvd_lock);
         }
         pthread_mutex_lock(&kvd_lock);
+        struct task *node = g->nodes[i].task;
+        node->replaying = true;
         int fault = kvd_async_fault(node->symbol);
         pthread_mutex_unlock(&kvd_lock);
         int code = fault ? fault : node->run ? node->run(node) : OK;
+        pthread_mutex_lock(&kvd_lock);
+        node->replaying = false;
+        if (node->replaced) kvd_drop_task(node);
+        pthread_mutex_unlock(&kvd_lock);
         if (code && !first) first = code;
         if (code) break;
     }
@@ -253,23 +262,13 @@ int aclmdlRICaptureTaskGrpEnd(void *stream, void **group) {
     if (!s->capture || s->capture->group_start < 0)
         return leave(violate(RT_CAPTURE_UNMATCHED, "1.8", "no open task group"));
     struct task_group *t = kvd_create(H_TASK_GROUP, sizeof *t);
-    t->graph = s->capture->handle.serial;
+    t->graph = s->capture;
+    t->serial = s->capture->handle.serial;
     t->first = s->capture->group_start;
     t->count = s->capture->count - t->first;
     s->capture->group_start = -1;
     *group = t;
     return leave(OK);
-}
-
-// The page gives no more than the prototypes of the update calls.
-int aclmdlRICaptureTaskUpdateBegin(void *stream, void *group) {
-    int code = enter("aclmdlRICaptureTaskUpdateBegin", RUNTIME, "%p, %p", stream, group);
-    return leave(code ? code : error(RT_FEATURE_NOT_SUPPORT, "the double updates no tasks"));
-}
-
-int aclmdlRICaptureTaskUpdateEnd(void *stream) {
-    int code = enter("aclmdlRICaptureTaskUpdateEnd", RUNTIME, "%p", stream);
-    return leave(code ? code : error(RT_FEATURE_NOT_SUPPORT, "the double updates no tasks"));
 }
 
 int aclmdlRIDebugJsonPrint(void *graph, const char *path, uint32_t flags) {

@@ -16,12 +16,12 @@ static int device_refs[MAX_DEVICES];
 
 static _Thread_local struct context *current;
 static _Thread_local uint64_t current_serial;
-static _Thread_local bool host_function;
+static _Thread_local enum callback_kind callback;
 
 bool kvd_initialized(void) { return init_refs > 0; }
 bool kvd_torn_down(void) { return foreign_finalize; }
-bool kvd_in_callback(void) { return host_function; }
-void kvd_set_in_callback(bool on) { host_function = on; }
+enum callback_kind kvd_in_callback(void) { return callback; }
+void kvd_set_in_callback(enum callback_kind kind) { callback = kind; }
 
 struct context *kvd_context(void) {
     return current && kvd_is_live(current, H_CONTEXT, current_serial) ? current : NULL;

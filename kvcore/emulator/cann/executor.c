@@ -202,6 +202,19 @@ static int run(struct task *t) {
 
 static void release(struct task *t) { free(t->data); }
 
+static void describe(const struct task *t, char *text, size_t size) {
+    const struct launch *l = t->data;
+    int n = snprintf(text, size, "%s", l->op->name);
+    for (int i = 0; i < l->call.num_views && n < (int)size; i++) {
+        const struct view *v = &l->call.v[i];
+        if (!v->present) continue;
+        n += snprintf(text + n, size - (size_t)n, " %s[", l->op->names[i]);
+        for (int k = 0; k < v->t.rank && n < (int)size; k++)
+            n += snprintf(text + n, size - (size_t)n, "%s%lld", k ? ", " : "", (long long)v->t.dims[k]);
+        if (n < (int)size) n += snprintf(text + n, size - (size_t)n, "] of type %d", v->t.dtype);
+    }
+}
+
 static int check_workspace(struct executor *e, const void *workspace, uint64_t size) {
     if (size < e->workspace)
         return violate(NN_PARAM_INVALID, "5.1", "workspaceSize %llu, phase one said %llu",
@@ -264,6 +277,7 @@ static int start(struct executor *e, void *workspace, uint64_t size, const void 
     if (!l) abort();
     t->data = l;
     t->release = release;
+    t->describe = describe;
     l->call = e->call;
     l->op = e->op;
     code = resolve(e, t);

@@ -107,8 +107,11 @@ void kvd_reset_devices(void);
 int kvd_device_info(uint32_t device, int attribute, int64_t *value);
 bool kvd_is_open(int device);
 bool kvd_any_open(void);
-bool kvd_in_callback(void);
-void kvd_set_in_callback(bool on);
+// A host function may call nothing of the interface.  A callback runs on the thread that subscribed,
+// and torch_npu's launch work from there; a wait could be for the stream that waits for it.
+enum callback_kind { NO_CALLBACK, HOST_FUNCTION, REPORTED_CALLBACK };
+enum callback_kind kvd_in_callback(void);
+void kvd_set_in_callback(enum callback_kind kind);
 
 // -- memory.c -----------------------------------------------------------------------------------------
 
@@ -171,6 +174,8 @@ struct task {
     const char *symbol;
     int (*run)(struct task *task);  // without the lock; returns an asynchronous code
     void (*release)(struct task *task);
+    // The operator with shapes and types of its tensors, which an update may not change.
+    void (*describe)(const struct task *task, char *text, size_t size);
     void *data;
     struct touch *touches;
     int num_touches;
@@ -184,6 +189,8 @@ struct task {
     size_t workspace_start, workspace_size;
     uint64_t position;
     int refs;
+    bool replaying;  // as a node of a graph
+    bool replaced;   // meanwhile; the replay drops it
 };
 
 // Which tasks of which streams come before a point: what events order (5.8).
@@ -216,6 +223,7 @@ struct stream {
     uint32_t priority, flags;
     struct graph *capture;
     int capture_tail;
+    struct update *update;  // tasks launched now replace those of a group
     struct past past;
 };
 
@@ -228,9 +236,11 @@ struct task *kvd_pending(const void *address, size_t size, bool write);
 // The live stream of this context (NULL: the default stream), or NULL with *code set.
 struct stream *kvd_stream(const void *address, int *code);
 int kvd_launch(struct stream *stream, struct task *task);
+void kvd_count(struct task *task, int by);  // it is in flight, or no longer
 void kvd_allow(struct stream *stream, uint64_t position);
 // Waits; timeout_ms < 0: for ever.  False: time is over.
 bool kvd_drain(struct stream *stream, uint64_t position, int64_t timeout_ms);
+bool kvd_aborting(void);  // of a task: its stream drops its work
 void kvd_close_stream(struct stream *stream, bool drop_work);
 int kvd_take_error(struct stream *stream);
 void kvd_fault_text(const char *text);  // from a task: why it fails
@@ -282,9 +292,22 @@ struct graph {
 int kvd_capture_task(struct stream *stream, struct task *task);
 // Non-zero: the synchronous call is refused because of a capture (1.8).
 int kvd_capture_refuses(void);
+int kvd_callback_refuses(void);
 void kvd_invalidate(struct graph *graph);
 int kvd_run_graph(struct graph *graph);
 void kvd_free_graph(struct graph *graph);
+
+// -- update.c -----------------------------------------------------------------------------------------
+
+struct task_group {
+    struct handle handle;
+    struct graph *graph;
+    uint64_t serial;  // of the graph
+    int first, count;
+};
+
+int kvd_update_task(struct stream *stream, struct task *task);
+void kvd_drop_update(struct stream *stream);
 
 // -- tensor.c (libnnopbase) -----------------------------------------------------------------------------
 

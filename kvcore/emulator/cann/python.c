@@ -13,6 +13,7 @@
 #include <elf.h>
 #include <errno.h>
 #include <link.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -80,6 +81,7 @@ struct python_task {
     int (*run)(uint64_t id);
     uint64_t id;
     bool captured, forgotten;
+    char *text;
 };
 
 // Tasks that were dropped, for Python to forget: whoever drops one may hold the machine's lock.
@@ -89,6 +91,7 @@ static size_t room_dropped;
 
 static void drop(struct task *t) {
     struct python_task *p = t->data;
+    free(p->text);
     if (p->forgotten) {  // Python let go of it when it ran
         free(p);
         return;
@@ -117,6 +120,19 @@ static int run(struct task *t) {
     return p->run(p->id);
 }
 
+static _Thread_local char *next_text;
+
+// What the next task that this thread launches is, with the shapes that an update may not change.
+void kvdouble_describe(const char *text) {
+    free(next_text);
+    next_text = strdup(text);
+}
+
+static void describe(const struct task *t, char *text, size_t size) {
+    const struct python_task *p = t->data;
+    snprintf(text, size, "%s", p->text ? p->text : t->symbol);
+}
+
 // From within a task: the words for its failure.
 void kvdouble_task_failed(const char *text) { kvd_fault_text(text); }
 
@@ -142,9 +158,11 @@ int kvdouble_launch(void *stream, const char *name, int (*function)(uint64_t), u
     struct task *t = kvd_new_task(run);
     struct python_task *p = malloc(sizeof *p);
     if (!p) abort();
-    *p = (struct python_task){function, id, s->capture != NULL, false};
+    *p = (struct python_task){function, id, s->capture || s->update, false, next_text};
+    next_text = NULL;
     t->data = p;
     t->release = drop;
+    t->describe = describe;
     for (size_t i = 0; i < count && !code; i++) {
         const uint64_t *one = touches + 3 * i;
         code = kvd_touch(t, (void *)(uintptr_t)one[0], one[1], one[2], "an argument");

@@ -136,12 +136,12 @@ void kvd_wake_all(void) {
     kvd_notify();
 }
 
-static void count(struct task *t, int by) {
+void kvd_count(struct task *t, int by) {
     for (int i = 0; i < t->num_touches; i++) t->touches[i].block->pending += by;
     if (!t->graph) return;
     t->graph->running += by;
     for (int i = 0; i < t->graph->count; i++)
-        if (t->graph->nodes[i].task != t) count(t->graph->nodes[i].task, by);
+        if (t->graph->nodes[i].task != t) kvd_count(t->graph->nodes[i].task, by);
 }
 
 // -- the thread -----------------------------------------------------------------------------------------------
@@ -163,8 +163,12 @@ void kvd_fault_text(const char *text) {
     fault_text = strdup(text);
 }
 
+static _Thread_local struct stream *working;
+
+bool kvd_aborting(void) { return working && working->aborting; }
+
 static void *work(void *argument) {
-    struct stream *s = argument;
+    struct stream *s = working = argument;
     pthread_mutex_lock(&kvd_lock);
     for (;;) {
         struct task *t = s->head;
@@ -200,7 +204,7 @@ static void *work(void *argument) {
         if (t->record) kvd_complete(t->record, s->error);
         s->head = t->next;
         if (!s->head) s->tail = NULL;
-        count(t, -1);
+        kvd_count(t, -1);
         kvd_drop_task(t);
         s->done++;
         kvd_notify();
@@ -288,6 +292,7 @@ static void find_clash(void *stream, void *data) {
 
 int kvd_launch(struct stream *s, struct task *t) {
     if (s->capture) return kvd_capture_task(s, t);
+    if (s->update) return kvd_update_task(s, t);
     t->fault = kvd_async_fault(t->symbol);
     if (kvd_settings.poison && s->error && !t->record) {
         kvd_drop_task(t);
@@ -301,7 +306,7 @@ int kvd_launch(struct stream *s, struct task *t) {
     struct clash clash = {s, t};
     if (t->workspace) kvd_each(H_STREAM, find_clash, &clash);
     t->position = s->enqueued + 1;
-    count(t, 1);
+    kvd_count(t, 1);
     if (s->tail) s->tail->next = t;
     else s->head = t;
     s->tail = t;
@@ -359,6 +364,7 @@ bool kvd_drain(struct stream *s, uint64_t position, int64_t timeout_ms) {
 
 void kvd_close_stream(struct stream *s, bool drop_work) {
     if (s->capture) kvd_invalidate(s->capture);
+    kvd_drop_update(s);
     s->closing = true;
     s->aborting = s->aborting || drop_work;
     kvd_allow(s, UINT64_MAX);
@@ -520,6 +526,8 @@ static int synchronize(void *stream, int32_t timeout_ms) {
         return violate(RT_STREAM_CAPTURED, "1.8", "the stream is being captured");
     }
     uint64_t serial = s->handle.serial;
+    int refused = kvd_callback_refuses();
+    if (refused) return refused;
     if (!kvd_drain(s, s->enqueued, timeout_ms))
         return error(RT_STREAM_SYNC_TIMEOUT, "not complete in %d ms", timeout_ms);
     if (!kvd_is_live(s, H_STREAM, serial))
