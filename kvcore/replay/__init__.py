@@ -20,11 +20,15 @@ if TYPE_CHECKING:
     from kvcore.replay.models.profile import MODELS, ModelFigure, ModelProfile, ModelShape
     from kvcore.replay.options import OffloadOptions
     from kvcore.replay.report.offloaded import OffloadReport
-    from kvcore.replay.report.resident import Mismatch, ReplayReport
+    from kvcore.replay.report.report import Mismatch
+    from kvcore.replay.report.resident import ReplayReport
     from kvcore.replay.serving.caches import LAYOUTS, PagedCaches
-    from kvcore.replay.serving.offloaded import OffloadReplay
-    from kvcore.replay.serving.resident import Replay, slot_mapping
+    from kvcore.replay.serving.in_full import OffloadedInFull
+    from kvcore.replay.serving.replay import OffloadReplay, Replay
+    from kvcore.replay.serving.resident import Resident, slot_mapping
+    from kvcore.replay.serving.sampled import OffloadedSampled
     from kvcore.replay.serving.scheduler import Scheduler
+    from kvcore.replay.serving.strategy import Strategy
     from kvcore.replay.traces.ids import hit_rate, read_ids, write_ids
     from kvcore.replay.traces.reader import TraceRequest, read_trace
     from kvcore.replay.traces.synthetic import generate_trace
@@ -35,11 +39,15 @@ _HOMES = {
     "models.profile": ("MODELS", "ModelFigure", "ModelProfile", "ModelShape"),
     "options": ("OffloadOptions",),
     "report.offloaded": ("OffloadReport",),
-    "report.resident": ("Mismatch", "ReplayReport"),
+    "report.report": ("Mismatch",),
+    "report.resident": ("ReplayReport",),
     "serving.caches": ("LAYOUTS", "PagedCaches"),
-    "serving.offloaded": ("OffloadReplay",),
-    "serving.resident": ("Replay", "slot_mapping"),
+    "serving.in_full": ("OffloadedInFull",),
+    "serving.replay": ("OffloadReplay", "Replay"),
+    "serving.resident": ("Resident", "slot_mapping"),
+    "serving.sampled": ("OffloadedSampled",),
     "serving.scheduler": ("Scheduler",),
+    "serving.strategy": ("Strategy",),
     "traces.ids": ("hit_rate", "read_ids", "write_ids"),
     "traces.reader": ("TraceRequest", "read_trace"),
     "traces.synthetic": ("generate_trace",),
@@ -57,11 +65,15 @@ __all__ = [
     "OffloadOptions",
     "OffloadReplay",
     "OffloadReport",
+    "OffloadedInFull",
+    "OffloadedSampled",
     "PagedCaches",
     "Replay",
     "ReplayReport",
+    "Resident",
     "Scheduler",
     "ScoreModel",
+    "Strategy",
     "TraceRequest",
     "TurnoverIds",
     "generate_trace",

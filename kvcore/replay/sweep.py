@@ -22,7 +22,7 @@ from kvcore.files import write_whole
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
 from kvcore.replay.report.comparison import read_report
-from kvcore.replay.serving.offloaded import OffloadReplay
+from kvcore.replay.serving.replay import OffloadReplay
 from kvcore.replay.sweep_workers import Workers
 from kvcore.replay.traces.reader import TraceRequest
 

@@ -59,8 +59,9 @@ NAMES = {
     """,
     "kvcore.replay": """
         LAYOUTS MODELS Mismatch ModelFigure ModelProfile ModelShape OffloadOptions OffloadReplay
-        OffloadReport PagedCaches Replay ReplayReport Scheduler ScoreModel TraceRequest TurnoverIds
-        generate_trace hit_rate read_ids read_trace score_trace slot_mapping write_ids
+        OffloadReport OffloadedInFull OffloadedSampled PagedCaches Replay ReplayReport Resident
+        Scheduler ScoreModel Strategy TraceRequest TurnoverIds generate_trace hit_rate read_ids
+        read_trace score_trace slot_mapping write_ids
     """,
     "kvcore.torch": """
         LIBRARY OPERATORS Difference Installation Recording Verification install verify

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvcore.cli import main
-from kvcore.replay.serving.offloaded import OffloadReplay
+from kvcore.replay import OffloadReplay
 
 LINES = [
     {"timestamp": 0, "input_length": 600, "output_length": 12, "hash_ids": [0, 1]},

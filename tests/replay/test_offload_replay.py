@@ -20,8 +20,8 @@ from kvcore.replay import (
     generate_trace,
 )
 from kvcore.replay.report.offloaded import POINTS, Timeline
-from kvcore.replay.serving import offloaded as offload_replay
 from kvcore.replay.serving import real_decode
+from kvcore.replay.serving import sampled as sampled_serving
 from kvcore.replay.serving.miss_table import MissTable
 from kvcore.runtime import Device
 
@@ -92,8 +92,8 @@ def test_every_row_read_back_is_right(
     assert report.ok, report.mismatches[:3]
     assert report.verified_samples > 100
     assert report.counters.preemptions > 0
-    assert report.totals.aborted > 0
-    assert report.finished_requests + report.totals.aborted == len(requests)
+    assert report.aborted_requests > 0
+    assert report.finished_requests + report.aborted_requests == len(requests)
     assert report.totals.written > report.totals.accepted
     assert report.counters.prefix_hit_tokens > 0
 
@@ -242,7 +242,7 @@ def test_when_the_first_request_of_the_sample_decodes_does_not_matter(
     requests = cut(generate_trace(12, seed=3), 900, 24)
     options: dict[str, Any] = {"batch": 6, "abort_share": aborts}
     full = run(requests, **options)
-    monkeypatch.setattr(offload_replay, "_spread", lambda *_: [requests[sampled].index])
+    monkeypatch.setattr(sampled_serving, "_spread", lambda *_: [requests[sampled].index])
     report = run(requests, fidelity="sampled", **options)
     assert report.ok, report.mismatches[:3]
     assert full.hit_rate is not None
@@ -253,12 +253,12 @@ def test_when_the_first_request_of_the_sample_decodes_does_not_matter(
 
 def test_substitutes_go_when_the_sample_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = cut(generate_trace(8, seed=3), 600, 30)
-    monkeypatch.setattr(offload_replay, "_spread", lambda *_: [requests[5].index])
+    monkeypatch.setattr(sampled_serving, "_spread", lambda *_: [requests[5].index])
     options = OffloadOptions(fidelity="sampled", batch=6, host_blocks=400)
     replay = OffloadReplay(requests, SMALL, options)
     real: list[tuple[int, ...]] = []
     while replay.step():
-        seen = replay.real.engine.requests
+        seen = replay.serving.real.engine.requests
         if not real or real[-1] != seen:
             real.append(seen)  # type: ignore[arg-type]
     replay.close()
@@ -285,5 +285,5 @@ def test_a_shared_block_is_copied_before_it_is_written(write_policy: str) -> Non
     requests = [TraceRequest(i, 0.0, 600, 30, (7, 8)) for i in range(3)]
     report = run(requests, batch=3, chunk=600, write_policy=write_policy, verify_samples=600)
     assert report.counters.copies > 0
-    assert report.totals.copied_bytes == report.counters.copies * 128 * 160 * 3
+    assert report.copied_bytes == report.counters.copies * 128 * 160 * 3
     assert report.ok, report.mismatches[:3]

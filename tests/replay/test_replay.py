@@ -45,7 +45,7 @@ def dense_context(
 
 def context_in(replay: Replay, running: Running, layer: int, lane: int) -> NDArray[np.uint8]:
     """[tokens, row_bytes] of the whole request, as its block table says where."""
-    caches = replay.caches
+    caches = replay.serving.caches
     cache = (caches.keys, caches.values)[lane][layer]
     assert cache is not None
     table = replay.scheduler.tables[running.row]
@@ -78,7 +78,7 @@ def serve(requests: Sequence[TraceRequest], shape: ModelShape, **options: Any) -
     assert report.ok
     assert report.finished_requests == len(requests)
     assert not report.interrupted
-    assert replay.pool.used == 0
+    assert replay.serving.pool.used == 0
     return replay
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of an offloaded replay, as data."""
+"""The figures of a replay with the full cache on the host."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 from kvcore.replay.clock.step_clock import StepTimes
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import PREFILL_SOURCE, PREFILL_TOKENS_PER_S, OffloadOptions
-from kvcore.replay.report.resident import Mismatch
-from kvcore.replay.serving.scheduler import Counters
+from kvcore.replay.report.report import Report
 from kvcore.runtime.profile import DeviceProfile
 
 __all__ = ["OffloadReport", "OffloadTotals", "Timeline"]
@@ -21,6 +20,7 @@ TRANSFER_FIGURES = (
     "h2d_descriptor", "launch_cost", "event_cost",
 )  # fmt: skip
 POINTS = 512
+GIB = 2**30
 
 
 class Timeline:
@@ -87,8 +87,6 @@ class OffloadTotals:
     hit_bytes: float = 0.0
     prefill_bytes: int = 0
     received_bytes: int = 0
-    copied_bytes: int = 0
-    aborted: int = 0
     peak_device_bytes: int = 0
     peak_host_blocks: int = 0
     busy: dict[str, float] = field(default_factory=dict)
@@ -123,30 +121,18 @@ class OffloadTotals:
         self.d2h_bytes += written * row_bytes * num_layers
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadReport(Report):
     """What an offloaded replay did and what it would have taken."""
 
     model: ModelProfile
     device: DeviceProfile
     options: OffloadOptions
     pool_entries: int
-    total_requests: int
-    finished_requests: int
-    total_tokens: int
-    counters: Counters
     host_capacity: int
     totals: OffloadTotals
     timeline: Timeline
-    verified_samples: int
-    mismatches: tuple[Mismatch, ...]
     elapsed_ns: int
-    interrupted: bool
-
-    @property
-    def ok(self) -> bool:
-        """True when every sample held what was written."""
-        return not self.mismatches
 
     @property
     def rows(self) -> float:
@@ -229,7 +215,7 @@ class OffloadReport:
             "requests": {
                 "total": self.total_requests,
                 "finished": self.finished_requests,
-                "aborted": totals.aborted,
+                "aborted": self.aborted_requests,
                 "preempted": counters.preemptions,
             },
             "tokens": {
@@ -255,7 +241,7 @@ class OffloadReport:
                 "d2h_prefill": totals.prefill_bytes,
                 "received": totals.received_bytes,
                 "served_from_pools": totals.hit_bytes,
-                "copied_on_host": totals.copied_bytes,
+                "copied_on_host": self.copied_bytes,
             },
             "memory": {
                 "peak_device_bytes": totals.peak_device_bytes,
@@ -283,10 +269,110 @@ class OffloadReport:
             "overlap": self.overlap,
             "assumed_share": self.assumed_share,
             "timeline": self.timeline.to_dict(),
-            "verified": {
-                "samples": self.verified_samples,
-                "mismatches": [asdict(mismatch) for mismatch in self.mismatches],
-            },
+            "verified": self.verified_dict(),
             "seconds": self.elapsed_ns / 1e9,
             "interrupted": self.interrupted,
         }
+
+    @property
+    def title(self) -> str:
+        """Of the table."""
+        return "kvcore replay, offload"
+
+    def table(self, source: str) -> list[tuple[str, str]]:
+        """The table's rows, as names and values; ``source`` says where the trace is from."""
+        totals, counters, options, model = self.totals, self.counters, self.options, self.model
+        block_bytes = options.block_size * model.row_bytes * model.layers
+        steps = max(1, totals.steps)
+        return [
+            ("trace", source),
+            (
+                "model",
+                f"{model.name}: {model.layers} layers in {len(model.groups)} groups, top-k"
+                f" {model.topk}, {model.row_bytes:,} bytes a row",
+            ),
+            ("device", f"{self.device.name} ({self.device.note})"),
+            (
+                "fidelity",
+                f"{options.fidelity}: {totals.real_rows:,} of {self.rows:,.0f} rows were real"
+                f" ({self.real_share:.2%})",
+            ),
+            (
+                "pool",
+                f"{options.policy}, {self.pool_entries:,} entries a request and group;"
+                f" {options.write_policy}",
+            ),
+            (
+                "requests",
+                f"{self.finished_requests:,} of {self.total_requests:,} finished,"
+                f" {self.aborted_requests:,} aborted, {counters.preemptions:,} preemptions;"
+                f" batch {totals.request_steps / steps:.1f} of {options.batch} on average",
+            ),
+            (
+                "prefill",
+                (
+                    f"{options.prefill_tokens_per_s:,.0f} tokens/s ({self.prefill_basis})"
+                    if options.prefill_tokens_per_s is not None
+                    else self.prefill_basis
+                ),
+            ),
+            (
+                "prefix hits",
+                _share(counters.prefix_hit_tokens, counters.prompt_tokens, "prompt tokens"),
+            ),
+            (
+                "hit rate",
+                f"{_percent(self.hit_rate)} of the rows asked of the pools;"
+                f" {totals.recent:,.0f} rows were newest tokens",
+            ),
+            (
+                "bytes",
+                f"to the device {_gigabytes(totals.h2d_bytes)}; to the host"
+                f" {_gigabytes(totals.d2h_bytes)} in decode, {_gigabytes(totals.prefill_bytes)} in"
+                f" prefill; received {_gigabytes(totals.received_bytes)}; served from pools"
+                f" {_gigabytes(totals.hit_bytes)}",
+            ),
+            (
+                "peak memory",
+                f"device {totals.peak_device_bytes / GIB:.2f} of"
+                f" {self.device.capacity_bytes / GIB:.0f} GiB without weights; host"
+                f" {totals.peak_host_blocks:,} of {self.host_capacity:,} blocks,"
+                f" {totals.peak_host_blocks * block_bytes / GIB:.2f} GiB",
+            ),
+            (
+                "step",
+                f"{_milliseconds(self.step_us)} on average over {totals.steps:,}; compute"
+                f" {totals.compute_us / steps / 1e3:.3f}, waiting for rows"
+                f" {totals.serve_us / steps / 1e3:.3f}",
+            ),
+            (
+                "token/s",
+                f"{_number(self.decode_tokens_per_s)} in decode, {_number(self.tokens_per_s)}"
+                f" in all ({totals.end_us / 1e6:,.1f} s of the model)",
+            ),
+            ("overlap", f"{_percent(self.overlap)} of the link's time in decode held nobody up"),
+            ("assumed", f"{_percent(self.assumed_share)} of a step rests on assumed figures"),
+            ("verified", self.verdict),
+            ("time", f"{self.elapsed_ns / 1e9:.1f} s here"),
+        ]  # fmt: skip
+
+
+def _share(part: float, whole: float, what: str) -> str:
+    rate = f" ({part / whole:.1%})" if whole else ""
+    return f"{part:,} of {whole:,} {what}{rate}"
+
+
+def _gigabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.3f} GB"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"
+
+
+def _milliseconds(us: float | None) -> str:
+    return "-" if us is None else f"{us / 1e3:.3f} ms"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"

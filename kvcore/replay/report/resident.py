@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a replay, as data."""
+"""The figures of a replay into real caches."""
 
 from __future__ import annotations
 
@@ -7,66 +7,29 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcore.replay.models.profile import ModelShape
-from kvcore.replay.serving.scheduler import Counters
+from kvcore.replay.report.report import Report
+from kvcore.replay.serving.strategy import Timings
 
-__all__ = ["Mismatch", "ReplayReport", "Timings"]
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A row that does not hold what it must: whose, which token, and where it lies."""
-
-    request: int
-    position: int
-    layer: int
-    lane: str
-    block: int
-    row: int
-
-    def __str__(self) -> str:
-        return (
-            f"request {self.request}, token {self.position}, layer {self.layer}, {self.lane}: "
-            f"block {self.block} row {self.row} does not hold what was written"
-        )
+__all__ = ["ReplayReport"]
 
 
-@dataclass(slots=True)
-class Timings:
-    """Nanoseconds: scheduling and slots, making bytes, the operator, checking, and in all."""
-
-    schedule_ns: int = 0
-    generate_ns: int = 0
-    scatter_ns: int = 0
-    verify_ns: int = 0
-    elapsed_ns: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayReport:
-    """What a replay did.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayReport(Report):
+    """What a replay into real caches did.
 
     written_tokens, written_bytes: given to the operator, recomputed tokens included;
-    copied_bytes: by copy on write, beside them.  A verified sample is one token in one layer,
-    both lanes; each lane that is wrong is a mismatch.
+    copied_bytes: by copy on write, not among them.
     """
 
     shape: ModelShape
     layout: str
     block_size: int
     cache_bytes: int
-    total_requests: int
-    finished_requests: int
-    total_tokens: int
-    counters: Counters
     pool_capacity: int
     pool_used: int
     pool_peak_used: int
     pool_evictions: int
-    copied_bytes: int
-    verified_samples: int
-    mismatches: tuple[Mismatch, ...]
     times: Timings
-    interrupted: bool
 
     @property
     def written_tokens(self) -> int:
@@ -84,19 +47,6 @@ class ReplayReport:
         """Bytes written by time in the operator, in 10**9 bytes a second; None before any."""
         nanoseconds = self.times.scatter_ns
         return self.written_bytes / nanoseconds if nanoseconds else None
-
-    @property
-    def prefix_hit_rate(self) -> float | None:
-        """Share of the prompt tokens that were found in the cache; None before any."""
-        counters = self.counters
-        if not counters.prompt_tokens:
-            return None
-        return counters.prefix_hit_tokens / counters.prompt_tokens
-
-    @property
-    def ok(self) -> bool:
-        """True when every sample held what was written."""
-        return not self.mismatches
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, of types that JSON has; times in seconds."""
@@ -136,9 +86,74 @@ class ReplayReport:
                 name.removesuffix("_ns"): value / 1e9 for name, value in asdict(self.times).items()
             },
             "scatter_gb_per_s": self.scatter_gb_per_s,
-            "verified": {
-                "samples": self.verified_samples,
-                "mismatches": [asdict(mismatch) for mismatch in self.mismatches],
-            },
+            "verified": self.verified_dict(),
             "interrupted": self.interrupted,
         }
+
+    @property
+    def title(self) -> str:
+        """Of the table."""
+        return "kvcore replay"
+
+    def table(self, source: str) -> list[tuple[str, str]]:
+        """The table's rows, as names and values; ``source`` says where the trace is from."""
+        counters, times, shape = self.counters, self.times, self.shape
+        speed, rate = self.scatter_gb_per_s, self.prefix_hit_rate
+        seconds = {
+            "scatter": times.scatter_ns,
+            "making bytes": times.generate_ns,
+            "scheduling": times.schedule_ns,
+            "verifying": times.verify_ns,
+        }
+        return [
+            ("trace", source),
+            (
+                "model",
+                f"{shape.name}: {shape.num_layers} layers, {shape.num_heads} heads of"
+                f" {shape.head_size} + {shape.value_head_size} {shape.dtype},"
+                f" {shape.token_bytes:,} bytes a token",
+            ),
+            (
+                "cache",
+                f"{self.pool_capacity:,} blocks of {self.block_size} tokens, {self.layout},"
+                f" {self.cache_bytes / 2**20:,.0f} MiB",
+            ),
+            ("requests", f"{self.finished_requests:,} of {self.total_requests:,} finished"),
+            (
+                "tokens written",
+                f"{self.written_tokens:,}: {counters.prefill_tokens:,} prefill,"
+                f" {counters.decode_tokens:,} decode, {counters.recomputed_tokens:,} recomputed",
+            ),
+            ("bytes written", f"{self.written_bytes:,} in {counters.steps:,} steps"),
+            (
+                "speed",
+                f"{speed:.2f} GB/s in scatter" if speed is not None else "-",
+            ),
+            (
+                "time",
+                f"{times.elapsed_ns / 1e9:.2f} s: "
+                + ", ".join(f"{name} {value / 1e9:.2f}" for name, value in seconds.items()),
+            ),
+            (
+                "prefix hits",
+                f"{counters.prefix_hit_tokens:,} of {counters.prompt_tokens:,} prompt tokens"
+                + (f" ({rate:.1%})" if rate is not None else ""),
+            ),
+            (
+                "preemptions",
+                f"{counters.preemptions:,}"
+                + (
+                    f" ({counters.recovered_tokens:,} tokens were still cached after them)"
+                    if counters.preemptions
+                    else ""
+                ),
+            ),
+            ("copy on write", f"{counters.copies:,} blocks, {self.copied_bytes:,} bytes"),
+            (
+                "pool use",
+                f"peak {self.pool_peak_used:,} of {self.pool_capacity:,} blocks"
+                f" ({self.pool_peak_used / self.pool_capacity:.0%}), {self.pool_used:,} now,"
+                f" {self.pool_evictions:,} evictions",
+            ),
+            ("verified", self.verdict),
+        ]

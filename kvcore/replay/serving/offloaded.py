@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a trace with the full cache on the host: one schedule, two fidelities.
+"""Serve a trace with the full cache on the host of a modelled device.
 
-Each step the scheduler says who is admitted, prefilled and decoded, over the host's pool of
-blocks.  What a step misses and how long it takes is found in one of two ways:
+Two strategies share what is here: schedule, accepted drafts, aborts, ids, bytes and the compute
+time of a step are the same in both.  They differ in who is real:
 
-``full``     every request and layer is real: rows are planned, served, installed and written by
-             the decode engine on the model clock.
-``sampled``  a seeded sample of requests and layers is real, without a clock.  The others take
-             what the sample missed (`MissTable`), and `StepClock` adds up what a step takes.
-             Until the first request of the sample decodes, the first ones admitted are real in
-             its place: they teach what nobody else has yet, and count for themselves alone.
-
-Schedule, accepted drafts, aborts, ids and bytes are the same in both.
+`OffloadedInFull`   every request and layer: rows are planned, served, installed and written by the
+                    decode engine on the model clock (`in_full`).
+`OffloadedSampled`  a seeded sample of requests and layers, without a clock: the others are
+                    estimated (`sampled`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from time import perf_counter_ns
+from abc import abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,21 +25,26 @@ from kvcore.replay.clock.step_clock import StepClock
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
 from kvcore.replay.report.offloaded import OffloadReport, OffloadTotals, Timeline
-from kvcore.replay.report.step_trace import StepTrace
-from kvcore.replay.serving.miss_table import MissTable
-from kvcore.replay.serving.progress import Progress, sample_positions
-from kvcore.replay.serving.real_decode import RealDecode, check_host_memory
+from kvcore.replay.report.report import Mismatch, Outcome
+from kvcore.replay.serving.real_decode import RealDecode
+from kvcore.replay.serving.samples import sample_positions
 from kvcore.replay.serving.scheduler import Running, Scheduler, Step
-from kvcore.replay.traces.reader import TraceRequest, check_requests
+from kvcore.replay.serving.strategy import Strategy, Timings
+from kvcore.replay.traces.reader import TraceRequest
 
-__all__ = ["OffloadReplay"]
+__all__ = ["Decoding", "Offloaded"]
 
-REAL_PLACES = 4
 MAX_ARRIVAL_MS = 1e9  # eleven days: what a stream waits at one time
 
 
-class _Decoding:
-    """A request that decodes: for how many steps, what it draws, where it is aborted."""
+class Decoding:
+    """A request that runs, as an offloaded replay sees it.
+
+    real:       its rows are moved by the decode engine; admitted: which has it now.
+    age:        steps since it was admitted last.
+    place:      of the sampled strategy's places, -1 for none; own_table: its blocks there.
+    substitute: it is real until the first request of the sample decodes.
+    """
 
     __slots__ = (
         "abort_at", "admitted", "age", "draw", "own_table", "place", "real", "substitute",
@@ -51,8 +52,8 @@ class _Decoding:
 
     def __init__(self, request: TraceRequest, options: OffloadOptions) -> None:
         self.age = 0
-        self.real = self.admitted = False  # admitted: to the engine
-        self.substitute = False  # real until the first request of the sample decodes
+        self.real = self.admitted = False
+        self.substitute = False
         self.place = -1
         self.own_table: NDArray[np.int64] | None = None
         self.draw = np.random.default_rng([0x6465, options.seed, request.index])
@@ -70,32 +71,37 @@ class _Decoding:
         return count
 
 
-class OffloadReplay(Progress):
-    """A trace, a model with a top-k, and where its cache is.
+class Offloaded(Strategy[OffloadReport]):
+    """What the two strategies have in common.
 
+    totals, timeline: sums over the steps, and the steps over the model's time.
+    real:             what the decode engine serves, a sample or all.
     Raises ParamInvalidError for what cannot be served, DeviceOutOfMemoryError for caches that do
     not fit; before any work.
     """
 
-    def __init__(
-        self, requests: Sequence[TraceRequest], model: ModelProfile, options: OffloadOptions
-    ) -> None:
+    def __init__(self, model: ModelProfile, options: OffloadOptions) -> None:
         if not isinstance(options, OffloadOptions):
             fail("options", "OffloadOptions", type(options).__name__)
-        requests = check_requests(requests)
         self.model, self.options = model, options
         self.profile, self.pool_entries = options.check(model)
+        self.verify_samples = options.verify_samples // 2  # the others are of rows as served
+        self.times = Timings()
+        self.totals, self.timeline = OffloadTotals(), Timeline()
+        self._decoding: dict[int, Decoding] = {}
+        self._verify_draw = np.random.default_rng([0x7666, options.seed])
+        self._closed = False
+
+    def begin(self, requests: Sequence[TraceRequest]) -> Scheduler:
+        """Take blocks, caches and a device for the requests."""
         if not requests:
             fail("requests", "at least one", "none")
+        options = self.options
         last = max(request.timestamp_ms for request in requests)
         if options.arrivals == "time" and last > MAX_ARRIVAL_MS:
             fail("timestamp", f"at most {MAX_ARRIVAL_MS:.0e} ms with arrivals by time", last)
-        full = options.fidelity == "full"
-        if full:  # before the books of as many blocks
-            check_host_memory(model, options, model.layers, options.host_blocks)
-        self._num_requests = len(requests)
-        self._total_tokens = sum(request.total_tokens for request in requests)
-        self.scheduler = Scheduler(
+        self._check_memory()  # before there is a pool of as many blocks
+        self._scheduler = Scheduler(
             requests,
             BlockPool(options.host_blocks),
             block_size=options.block_size,
@@ -104,234 +110,143 @@ class OffloadReplay(Progress):
             drafts=options.drafts,
             before_preempt=self._preempted,
         )
-        longest = max(request.total_tokens for request in requests)
-        self._places = self.scheduler.tables.shape[1]
-        self._sample = set(_spread(requests, options)) if not full else set()
-        layers, groups = _real_layers(model, options)
-        self._free_places = list(range(min(REAL_PLACES, options.batch, len(requests)) - 1, -1, -1))
-        self.real = RealDecode(
-            model,
-            options,
-            self.profile,
-            self.pool_entries,
-            layers=layers,
-            groups=groups,
-            blocks=options.host_blocks if full else len(self._free_places) * self._places,
-            places=min(options.batch, len(requests)) if full else len(self._free_places),
-            max_tokens=longest + 1,
-            timed=full,
-        )
-        self.clock = StepClock(
-            model, self.profile, model.groups, lanes=sum(n > 0 for n in model.shape.row_bytes)
-        )
-        self._table = MissTable()
-        self._decoding: dict[int, _Decoding] = {}
-        self._finished = 0
-        self._verify_draw = np.random.default_rng([0x7666, options.seed])
-        self.totals = OffloadTotals()
-        self.timeline = Timeline()
-        self._trace = StepTrace(options.max_trace_events) if not full else None
-        self._elapsed_ns = 0
-        self._closed = False
+        self.real = self._take(requests)
+        lanes = sum(n > 0 for n in self.model.shape.row_bytes)
+        self.clock = StepClock(self.model, self.profile, self.model.groups, lanes=lanes)
+        return self._scheduler
 
-    # -- a run ----------------------------------------------------------------------------
+    # -- what the two do in their own way ---------------------------------------------------
 
-    def run(
-        self,
-        *,
-        stop: Callable[[], bool] = lambda: False,
-        progress: Callable[[OffloadReplay], None] | None = None,
-    ) -> OffloadReport:
-        """Step until all requests have left, or ``stop()`` is true between two steps."""
-        begin = perf_counter_ns()
-        interrupted = False
-        try:
-            while self.step():
-                if progress is not None:
-                    progress(self)
-                if stop():
-                    interrupted = self._left < self._num_requests
-                    break
-        finally:
-            self.close()
-            self._elapsed_ns += perf_counter_ns() - begin
-        return self.report(interrupted=interrupted)
+    def _check_memory(self) -> None:
+        """Raise DeviceOutOfMemoryError for host blocks that this machine cannot hold."""
 
-    def close(self) -> None:
-        """Give memory and threads back."""
-        if not self._closed:
-            self._closed = True
-            if self.options.fidelity == "full":
-                self.totals.end_us = self.real.device.now
-                self.totals.busy = self.real.device.busy
-            self.real.close()
-
-    def save_trace(self, path: str) -> int:
-        """Write the spans for Perfetto; returns how many did not fit ``max_trace_events``.
-
-        ``full``: every operation of every stream.  ``sampled``: a span a step.
-        """
-        if self._trace is None:
-            self.real.device.trace.save(path)
-            return self.real.device.trace.dropped_events
-        self._trace.save(path, f"{self.model.name} on {self.profile.name}, sampled")
-        return self._trace.dropped
-
-    def step(self) -> bool:
-        """One step; False when nothing is left to do."""
-        now = self.now_us / 1e3 if self.options.arrivals == "time" else None
-        step = self.scheduler.plan(now)
-        if step is None:
-            return False
-        if now is not None and not self.scheduler.running and not step.preempted:
-            self._idle_until(self.scheduler.next_arrival_ms or now)
-            return True
-        for running in step.admitted:
-            self._admitted(running)
-        for source, target in step.copies:
-            self.totals.copied_bytes += self._copy(source, target)
-        self._prefill(step)
-        accepted = self._decode(step)
-        finished = self.scheduler.commit(step, accepted)
-        self.totals.peak_host_blocks = self.scheduler.pool.peak_used
-        for running in finished:
-            self._leave(running, "finished")
-        for running in [r for r in self.scheduler.running if self._is_aborted(r)]:
-            self._leave(running, "aborted")
-        return True
+    @abstractmethod
+    def _take(self, requests: Sequence[TraceRequest]) -> RealDecode:
+        """Caches, device and engine for what is real."""
 
     @property
+    @abstractmethod
     def now_us(self) -> float:
         """The model's time."""
-        return self.real.device.now if self.options.fidelity == "full" else self.clock.now
 
-    def _idle_until(self, ms: float) -> None:
+    @abstractmethod
+    def _wait(self, us: float) -> None:
+        """Let the device do nothing for so long."""
+
+    @abstractmethod
+    def _prefill(self, step: Step, count: int, us: float | None) -> None:
+        """Compute ``count`` prompt tokens of the step in ``us``; None: another device did."""
+
+    @abstractmethod
+    def _layer_us(self, compute_us: float) -> float:
+        """Compute time that the engine is to launch for each layer."""
+
+    @abstractmethod
+    def _rows(
+        self,
+        who: Sequence[Running],
+        states: Sequence[Decoding],
+        contexts: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        result: StepResult | None,
+    ) -> NDArray[np.float64]:
+        """[groups, (hits, misses, recent)] rows of the batch."""
+
+    @abstractmethod
+    def _step_us(self, result: StepResult | None, us: float) -> float:
+        """How long a step took; ``us`` by the arithmetic of `StepClock`."""
+
+    @abstractmethod
+    def _traced(self, us: float, batch: int, misses: float) -> None:
+        """A step that decodes has ended now."""
+
+    @abstractmethod
+    def save_trace(self, path: str) -> int:
+        """Write the spans for Perfetto; returns how many did not fit ``max_trace_events``."""
+
+    # -- a step -----------------------------------------------------------------------------
+
+    @property
+    def now_ms(self) -> float | None:
+        """The model's time where requests arrive by time; None: all are there at once."""
+        return self.now_us / 1e3 if self.options.arrivals == "time" else None
+
+    def idle_until(self, ms: float) -> None:
+        """Let the device wait until the next request arrives."""
         us = max(0.0, ms * 1e3 - self.now_us) + 1.0
         self.totals.idle_us += us
-        if self.options.fidelity == "full":
-            compute = self.real.engine.streams["compute"]
-            compute.compute(us, "idle")
-            compute.synchronize_blocking()
-        else:
-            self.clock.advance(us)
+        self._wait(us)
 
-    # -- admission and prompts --------------------------------------------------------------
-
-    def _admitted(self, running: Running) -> None:
-        request = running.request
-        state = self._decoding.get(request.index)
+    def admitted(self, running: Running) -> None:
+        """A request begins, or goes on after a preemption."""
+        state = self._decoding.get(running.request.index)
         if state is None:
-            state = self._decoding[request.index] = _Decoding(request, self.options)
+            state = Decoding(running.request, self.options)
+            self._decoding[running.request.index] = state
         state.age = 0
-        full = self.options.fidelity == "full"
-        if full:
-            self.real.rows.add(request)
-            state.real = True
-            return
-        sampled = request.index in self._sample
-        if sampled and not self._free_places:
-            self._dismiss_substitutes(1)
-        if (sampled or not self._table.samples) and self._free_places:
-            state.real, state.place = True, self._free_places.pop()
-            state.substitute = not sampled
-            first = state.place * self._places
-            state.own_table = np.arange(first, first + self._places)
-            # Whoever computed the prefix, its bytes are here now.
-            self.real.place(request, state.own_table, 0, running.written)
+        self._make_real(running, state)
 
-    def _dismiss_substitutes(self, count: int) -> None:
-        """Let so many requests that only stood in for the sample go on without bytes."""
-        of = [(index, state) for index, state in self._decoding.items() if state.substitute]
-        for index, state in of[:count]:
-            if state.admitted:
-                self.real.engine.abort_blocking(index)
-                state.admitted = False
-            self.real.rows.drop(index)
-            self._give_place_back(state)
+    @abstractmethod
+    def _make_real(self, running: Running, state: Decoding) -> None:
+        """Decide whether a request that was just admitted is real."""
+
+    def serve(self, step: Step) -> list[int]:
+        """Prefill and decode what the step says; returns how many tokens of each stand."""
+        if step.prefill:
+            rate, totals = self.options.prefill_tokens_per_s, self.totals
+            count = sum(part[2] for part in step.prefill)
+            nbytes = count * self.model.row_bytes * self.model.layers
+            us = None
+            if rate is None:
+                totals.received_bytes += nbytes
+            else:
+                us = count / rate * 1e6
+                totals.prefill_us += us
+                totals.prefill_bytes += nbytes
+            self._prefill(step, count, us)
+        accepted = self._decode(step) if step.decode else []
+        self.totals.peak_host_blocks = self._scheduler.pool.peak_used
+        return accepted
 
     def _table_of(self, running: Running) -> NDArray[np.int64]:
         own = self._decoding[running.request.index].own_table
-        return own if own is not None else self.scheduler.tables[running.row]
-
-    def _copy(self, source: int, target: int) -> int:
-        if self.options.fidelity == "full":
-            return self.real.copy_block(source, target)
-        return self.options.block_size * self.model.row_bytes * self.model.layers
-
-    def _prefill(self, step: Step) -> None:
-        if not step.prefill:
-            return
-        rate, totals = self.options.prefill_tokens_per_s, self.totals
-        count = sum(part[2] for part in step.prefill)
-        us = count / rate * 1e6 if rate is not None else 0.0
-        totals.prefill_us += us
-        nbytes = count * self.model.row_bytes * self.model.layers
-        if rate is not None:
-            totals.prefill_bytes += nbytes
-        else:
-            totals.received_bytes += nbytes
-        full = self.options.fidelity == "full"
-        for running, first, tokens in step.prefill:
-            state = self._decoding[running.request.index]
-            if full and rate is not None:
-                table = self.scheduler.tables[running.row]
-                self.real.prefill(running.request, table, first, tokens, us * tokens / count)
-            elif state.real:
-                self.real.place(running.request, self._table_of(running), first, tokens)
-        if full and rate is not None:
-            self.real.order_prompts()
-        elif not full:
-            self.clock.advance(us)
-            if self._trace is not None and us:
-                self._trace.add("prefill", self.now_us, us, prompt_tokens=count)
-
-    # -- decode -----------------------------------------------------------------------------
+        return own if own is not None else self._scheduler.tables[running.row]
 
     def _decode(self, step: Step) -> list[int]:
-        full = self.options.fidelity == "full"
-        who = step.decode
-        if not who:
-            if full and step.prefill:
-                self.real.engine.streams["compute"].synchronize_blocking()
-            return []
+        who, options, model = step.decode, self.options, self.model
         states = [self._decoding[running.request.index] for running in who]
         stands = [
-            state.stands(tokens, self.options.accept)
+            state.stands(tokens, options.accept)
             for state, tokens in zip(states, step.tokens, strict=True)
         ]
         contexts = np.array([running.written for running in who], np.int64)
         tokens = np.array(step.tokens, np.int64)
         compute_us = self._compute_us(contexts)
         result = self._real_step(who, states, step.tokens, stands, compute_us)
-        rows = self._rows_by_group(who, states, contexts, tokens, result)
+        rows = self._rows(who, states, contexts, tokens, result)
         written = int(tokens.sum())
         times = self.clock.step(
-            rows, written,
-            *self._sent(written, len(who)), compute_us / self.model.layers,
-        )  # fmt: skip
-        us = result.us if full and result is not None else times.us
-        sizes = np.array([len(group) for group in self.model.groups], np.float64)
+            rows, written, *self._sent(written, len(who)), compute_us / model.layers
+        )
+        us = self._step_us(result, times.us)
+        sizes = np.array([len(group) for group in model.groups], np.float64)
         moved = rows.T @ sizes
         totals = self.totals
         totals.add_step(
             us, times, len(who), sum(stands), written, tuple(moved.tolist()),
-            self.model.row_bytes, self.model.layers, compute_us,
+            model.row_bytes, model.layers, compute_us,
         )  # fmt: skip
         if result is not None:
             totals.real_rows += result.rows
-        held = len(who) * self.options.device_bytes(self.model, self.pool_entries, 0)
-        held += int(contexts.sum()) * self.model.token_index_bytes
+        held = len(who) * options.device_bytes(model, self.pool_entries, 0)
+        held += int(contexts.sum()) * model.token_index_bytes
         totals.peak_device_bytes = max(totals.peak_device_bytes, held)
         asked = float(moved[0] + moved[1])
         self.timeline.add(
             self.now_us, us, float(moved[0]) / asked if asked else 1.0, len(who),
-            self.scheduler.pool.used,
+            self._scheduler.pool.used,
         )  # fmt: skip
-        if self._trace is not None and self.options.max_trace_events:
-            self._trace.add(
-                "decode step", self.now_us, us, batch=len(who),
-                misses=round(float(moved[1])), host_blocks=self.scheduler.pool.used,
-            )  # fmt: skip
+        self._traced(us, len(who), float(moved[1]))
         for state in states:
             state.age += 1
         return stands
@@ -365,7 +280,7 @@ class OffloadReplay(Progress):
     def _real_step(
         self,
         who: Sequence[Running],
-        states: Sequence[_Decoding],
+        states: Sequence[Decoding],
         tokens: Sequence[int],
         stands: Sequence[int],
         compute_us: float,
@@ -385,51 +300,13 @@ class OffloadReplay(Progress):
             writes[index], stay[index] = count, stand
         if not names:
             return None
-        full = self.options.fidelity == "full"
-        self.real.layer_us = compute_us / self.model.layers if full else 0.0
+        self.real.layer_us = self._layer_us(compute_us)
         return self.real.step(names, writes, stay)
-
-    def _rows_by_group(
-        self,
-        who: Sequence[Running],
-        states: Sequence[_Decoding],
-        contexts: NDArray[np.int64],
-        tokens: NDArray[np.int64],
-        result: StepResult | None,
-    ) -> NDArray[np.float64]:
-        """[groups, (hits, misses, recent)] rows of the batch."""
-        rows = np.zeros((len(self.model.groups), 3))
-        if self.options.fidelity == "full":
-            assert result is not None
-            for part in result.requests.values():
-                rows += np.array((part.hits, part.misses, part.recent), np.float64).T
-            return rows
-        ages = np.array([state.age for state in states], np.int64)
-        wanted = tokens * np.minimum(contexts + tokens, self.model.topk)
-        # What is real teaches first: the others of the very step are to know of it.
-        found: dict[int, NDArray[np.float64]] = {}
-        for place, running in enumerate(who if result is not None else ()):
-            assert result is not None
-            own = result.requests.get(running.request.index)
-            if own is None:
-                continue
-            mean = np.array((own.hits, own.misses, own.recent), np.float64).mean(axis=1)
-            found[place] = mean
-            self._table.learn(
-                int(contexts[place]), int(ages[place]), int(wanted[place]), tuple(mean),
-                substitute=states[place].substitute,
-            )  # fmt: skip
-        shares = self._table.shares(contexts, ages) * wanted[:, None]
-        for place, mean in found.items():
-            shares[place] = mean  # its own, and no more than that
-        if self._table.samples:
-            self._dismiss_substitutes(REAL_PLACES)
-        rows += shares.sum(axis=0)
-        return rows
 
     # -- leaving ----------------------------------------------------------------------------
 
-    def _is_aborted(self, running: Running) -> bool:
+    def is_aborted(self, running: Running) -> bool:
+        """Whether the request has come to where it is aborted."""
         state = self._decoding.get(running.request.index)
         return state is not None and running.written >= state.abort_at
 
@@ -441,72 +318,65 @@ class OffloadReplay(Progress):
             self.real.engine.preempt_blocking(running.request.index)
         self._give_place_back(state)
 
-    def _leave(self, running: Running, how: str) -> None:
-        request = running.request
-        state = self._decoding[request.index]
-        if state.admitted:
+    def leaving(self, running: Running, *, finished: bool) -> None:
+        """Let the engine end what it does for the request."""
+        if self._decoding[running.request.index].admitted:
             engine = self.real.engine
-            leave = engine.evict_blocking if how == "finished" else engine.abort_blocking
-            leave(request.index)
-        if how == "finished":
-            share, before = (
-                (self.options.verify_samples // 2) * done // self._num_requests
-                for done in (self._finished + 1, self._finished)
-            )
-            if state.real and share > before:
-                self._verify(running, share - before)
-            self._finished += 1
-        else:
-            self.totals.aborted += 1
-        del self._decoding[request.index]
-        self.real.rows.drop(request.index)
+            leave = engine.evict_blocking if finished else engine.abort_blocking
+            leave(running.request.index)
+
+    def left(self, running: Running, *, finished: bool) -> None:
+        """Forget the request."""
+        state = self._decoding.pop(running.request.index)
+        self.real.rows.drop(running.request.index)
         self._give_place_back(state)
-        self.scheduler.retire(running)
 
-    def _give_place_back(self, state: _Decoding) -> None:
-        if state.place >= 0:
-            self._free_places.append(state.place)
-            state.place, state.real, state.own_table = -1, False, None
-            state.substitute = False
+    def _give_place_back(self, state: Decoding) -> None:
+        """The request's place among the real ones, if it has one, is another's now."""
 
-    def _verify(self, running: Running, count: int) -> None:
-        request, draw = running.request, self._verify_draw
-        if self.options.fidelity == "full" and self.options.prefill_tokens_per_s is not None:
-            self.real.device.synchronize_blocking()
-        positions = sample_positions(draw, running, count)
-        self.real.verify(request, self._table_of(running), positions, draw)
+    def verify(self, running: Running, count: int) -> None:
+        """Compare rows on the host with what they must be, of a request that is real."""
+        if self._decoding[running.request.index].real:
+            draw = self._verify_draw
+            positions = sample_positions(draw, running, count)
+            self.real.verify(running.request, self._table_of(running), positions, draw)
 
-    # -- telling ----------------------------------------------------------------------------
+    def close(self) -> None:
+        """Give memory and threads back."""
+        if not self._closed:
+            self._closed = True
+            self._last_look()
+            self.real.close()
+
+    def _last_look(self) -> None:
+        """The device is about to be left: note what it alone can say."""
+
+    # -- reporting --------------------------------------------------------------------------
 
     @property
-    def _left(self) -> int:
-        return self._finished + self.totals.aborted
+    def verified(self) -> int:  # type: ignore[override]
+        """Samples compared so far."""
+        return self.real.verified
 
     @property
-    def finished_requests(self) -> int:
-        """Requests that have left, of `total_requests`."""
-        return self._left
+    def mismatches(self) -> list[Mismatch]:  # type: ignore[override]
+        """Rows of them that were wrong."""
+        return self.real.mismatches
 
-    def report(self, *, interrupted: bool = False) -> OffloadReport:
+    def report(self, outcome: Outcome) -> OffloadReport:
         """The figures so far."""
-        if self.options.fidelity != "full" or not self._closed:
+        if not self._closed:
             self.totals.end_us = self.now_us
         return OffloadReport(
+            **outcome.fields(),
             model=self.model,
             device=self.profile,
             options=self.options,
             pool_entries=self.pool_entries,
-            total_requests=self._num_requests,
-            finished_requests=self._finished,
-            total_tokens=self._total_tokens,
-            counters=self.scheduler.counters,
-            host_capacity=self.scheduler.pool.capacity,
+            host_capacity=self._scheduler.pool.capacity,
             totals=self.totals,
             timeline=self.timeline,
-            verified_samples=self.real.verified,
-            mismatches=tuple(self.real.mismatches),
-            elapsed_ns=self._elapsed_ns,
-            interrupted=interrupted,
+            elapsed_ns=self.times.elapsed_ns,
         )
 
 
@@ -514,28 +384,3 @@ def _number(model: ModelProfile, key: str) -> float:
     value = model[key].value
     assert isinstance(value, int | float)
     return value
-
-
-def _spread(requests: Sequence[TraceRequest], options: OffloadOptions) -> list[int]:
-    """Requests of all lengths, evenly; where the first one lies is drawn."""
-    count = min(options.sample_requests, len(requests))
-    draw = np.random.default_rng([0x7361, options.seed])
-    ordered = sorted(requests, key=lambda request: (request.total_tokens, request.index))
-    places = ((np.arange(count) + draw.random(count)) * len(requests) / count).astype(np.int64)
-    return [ordered[place].index for place in places.tolist()]
-
-
-def _real_layers(
-    model: ModelProfile, options: OffloadOptions
-) -> tuple[list[int], dict[int, tuple[int, ...]]]:
-    """The layers that are real, and those of each group: all, or one of each of some groups."""
-    if options.fidelity == "full":
-        return list(range(model.layers)), dict(enumerate(model.groups))
-    draw = np.random.default_rng([0x6C61, options.seed])
-    count = min(options.sample_layers, len(model.groups))
-    chosen = sorted(draw.choice(len(model.groups), count, replace=False).tolist())
-    groups: dict[int, tuple[int, ...]] = {}
-    for group in chosen:
-        layers = model.groups[group]
-        groups[group] = (layers[int(draw.integers(len(layers)))],)
-    return [layer for group in groups.values() for layer in group], groups

@@ -23,7 +23,7 @@ from kvcore.offload.decode.result import StepResult
 from kvcore.offload.prefill import PrefillOffloader, Staging
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
-from kvcore.replay.report.resident import Mismatch
+from kvcore.replay.report.report import Mismatch
 from kvcore.replay.traces.reader import TraceRequest
 from kvcore.replay.traces.request_rows import RequestRows
 from kvcore.runtime import Device
