@@ -23,6 +23,7 @@ import torch
 import torch_npu
 
 from kvcore.emulator import machine, operators, randomness, tasks
+from kvcore.emulator.reference import references
 from kvcore.emulator.views import Views, span
 from kvcore.errors import StreamError
 
@@ -40,13 +41,14 @@ _formats: ctypes.c_size_t
 
 #: Keeps the registrations: they end with the object.
 _library: Any = None
+_own_library: Any = None
 _views: Views
 _REMEMBERED = 4096  # signatures of one operator
 
 
 def install() -> None:
     """Register the kernels, once; torch_npu is imported."""
-    global _library, _views, _formats
+    global _library, _own_library, _views, _formats
     if _library is not None:
         return
     tasks.prepare()
@@ -55,6 +57,9 @@ def install() -> None:
     _library = torch.library.Library("aten", "IMPL")
     for name, overload in operators.overloads():
         _library.impl(name, Kernel(overload), "PrivateUse1")
+    _own_library = torch.library.Library("npu", "IMPL")
+    for name, overload, special in references():
+        _own_library.impl(name, Kernel(overload, special), "PrivateUse1")
 
 
 def _tensors(value: Any) -> Iterator[Any]:
@@ -98,7 +103,7 @@ class Output:
 class Kernel:
     """The kernel of one overload for the emulated device."""
 
-    def __init__(self, overload: Any) -> None:
+    def __init__(self, overload: Any, special: operators.Special | None = None) -> None:
         self.overload = overload
         self.name = str(overload)
         schema = overload._schema
@@ -111,10 +116,13 @@ class Kernel:
         self.out_names = [
             a.name for a in schema.arguments if a.kwarg_only and a.name in self.written
         ]
-        self.returns = [self._source(ret) for ret in schema.returns]
+        self.special = special or operators.SPECIAL.get(self.name)
+        if self.special:
+            self.written.update(self.special.writes)
+        told = self.special.returns if self.special else None
+        self.returns = list(told or (self._source(ret) for ret in schema.returns))
         self.waits = operators.depends_on_data(overload)
         self.random = operators.is_random(overload)
-        self.special = operators.SPECIAL.get(self.name)
         self.seeded = operators.with_generator(overload) if self.random else None
         self.by_value = not any("Tensor" in str(a.type) for a in schema.arguments)
         self.index_lists = operators.takes_host_indices(overload)
@@ -276,6 +284,8 @@ class Kernel:
             given = kwargs[name]
             if isinstance(given, torch.Tensor):
                 asked[name] = torch.empty(0, dtype=given.dtype, device="meta")
+        if self.special and self.special.check:
+            self.special.check(*args, **kwargs)
         run = self.special.meta if self.special and self.special.meta else self.overload
         result = run(*(_mapped(value, meta) for value in args), **asked)
         resized = [
@@ -302,8 +312,10 @@ class Kernel:
         made = []
         for source, kind in zip(self.returns, types, strict=True):
             if source is not None:
-                position = self.names.index(source)
-                made.append(args[position] if position < len(args) else kwargs[source])
+                name, _, member = source.partition("[")
+                position = self.names.index(name)
+                value = args[position] if position < len(args) else kwargs[name]
+                made.append(value[int(member[:-1])] if member else value)
             elif kind.startswith("List"):
                 made.append(list(rest))
             else:

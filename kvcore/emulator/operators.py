@@ -11,6 +11,7 @@ import torch
 __all__ = [
     "OWN",
     "SPECIAL",
+    "Special",
     "depends_on_data",
     "is_random",
     "overloads",
@@ -123,10 +124,21 @@ def takes_host_indices(overload: Any) -> bool:
 
 
 class Special(NamedTuple):
-    """run: on CPU tensors.  meta: on meta tensors, None: the operator's own meta kernel."""
+    """What runs in an operator's place, with the operator's own arguments.
+
+    run:     on CPU tensors.
+    meta:    on meta tensors, for what is returned; None: the operator's own meta kernel.
+    check:   of the arguments, for refusals at the call; asked once for each signature.
+    writes:  arguments that are written and that the schema does not mark.
+    returns: where the schema does not say so: what each return value is, an argument's name (or
+             ``name[0]``, of a list), or None for a new tensor.
+    """
 
     run: Callable[..., Any]
     meta: Callable[..., Any] | None = None
+    check: Callable[..., None] | None = None
+    writes: tuple[str, ...] = ()
+    returns: tuple[str | None, ...] | None = None
 
 
 def _native_dropout(value: Any, p: float, train: bool | None, *, generator: Any = None) -> Any:

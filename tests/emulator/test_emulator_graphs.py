@@ -110,9 +110,7 @@ def test_a_replay_that_waits_for_its_update(npu: ModuleType, torch: Any) -> None
         ("more", "the task group has 1 task only"),
     ],
 )
-def test_what_an_update_may_not_change(
-    npu: ModuleType, torch: Any, what: str, words: str
-) -> None:
+def test_what_an_update_may_not_change(npu: ModuleType, torch: Any, what: str, words: str) -> None:
     """Refused, and the graph stays as it was."""
     x, longer = torch.zeros(4).npu(), torch.zeros(5).npu()
     graphed = Grouped(torch, lambda t: torch.ops.aten.add_.Scalar(t, 1), x)
