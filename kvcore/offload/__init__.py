@@ -18,7 +18,13 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcore.offload.blocks.manager import OffloadEvent, OffloadManager, OffloadStats, StorePlan
+    from kvcore.offload.blocks.manager import (
+        OffloadEvent,
+        OffloadManager,
+        OffloadManagerStatistics,
+        OffloadStats,
+        StorePlan,
+    )
     from kvcore.offload.blocks.pool import BlockPool
     from kvcore.offload.decode.engine import DecodeEngine, DecodeStep
     from kvcore.offload.decode.layer_events import LayerEvents
@@ -32,12 +38,14 @@ if TYPE_CHECKING:
     )
     from kvcore.offload.decode.write_policy import WRITE_POLICIES
     from kvcore.offload.prefill import PrefillOffloader
-    from kvcore.offload.rows.device_pool import DevicePool, Selection
+    from kvcore.offload.rows.device_pool import DevicePool, DevicePoolStatistics, Selection
     from kvcore.offload.rows.selection import SelectionCache
 
 #: Module -> the names that it has for users.
 _HOMES = {
-    "blocks.manager": ("OffloadEvent", "OffloadManager", "OffloadStats", "StorePlan"),
+    "blocks.manager": (
+        "OffloadEvent", "OffloadManager", "OffloadManagerStatistics", "OffloadStats", "StorePlan",
+    ),
     "blocks.pool": ("BlockPool",),
     "decode.engine": ("DecodeEngine", "DecodeStep"),
     "decode.layer_events": ("LayerEvents",),
@@ -47,7 +55,7 @@ _HOMES = {
     ),
     "decode.write_policy": ("WRITE_POLICIES",),
     "prefill": ("PrefillOffloader",),
-    "rows.device_pool": ("DevicePool", "Selection"),
+    "rows.device_pool": ("DevicePool", "DevicePoolStatistics", "Selection"),
     "rows.selection": ("SelectionCache",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -73,9 +81,11 @@ __all__ = [
     "DecodeStep",
     "DecodeTotals",
     "DevicePool",
+    "DevicePoolStatistics",
     "LayerEvents",
     "OffloadEvent",
     "OffloadManager",
+    "OffloadManagerStatistics",
     "OffloadStats",
     "PrefillOffloader",
     "RequestStep",

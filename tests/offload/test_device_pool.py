@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import kvcore
 from kvcore.errors import DeviceOutOfMemoryError, KVCoreError, ParamInvalidError, StreamError
-from kvcore.offload.rows.device_pool import DevicePool, Selection
+from kvcore.offload.rows.device_pool import DevicePool, DevicePoolStatistics, Selection
 from kvcore.offload.rows.policy import POLICIES
 
 LAYERS = (3, 7, 40)  # layer ids need not be dense
@@ -450,3 +450,27 @@ def test_a_device_too_small_keeps_nothing() -> None:
         with pytest.raises(DeviceOutOfMemoryError):
             DevicePool(full, capacity=512, topk=4, max_tokens=1024, device=device)
         assert device.memory().used == 0
+
+
+def test_statistics_of_a_pool() -> None:
+    full = {0: [np.zeros((32, 4), np.uint8)]}
+    pool = DevicePool(full, capacity=8, topk=4, max_tokens=32)
+    assert pool.statistics() == DevicePoolStatistics("lru", 8, 0, 8, None, 0, 0, 0, 0, 0)
+    pool.admit("a")
+    out = [np.zeros((4, 4), np.uint8)]
+    for ids in ([0, 1, 2, 3], [2, 3, 4, -1]):
+        selection = pool.plan("a", np.array(ids))
+        pool.serve(selection, 0, out)
+        pool.install(selection, 0, out)
+    seen = pool.statistics()
+    assert (seen.used, seen.free, seen.request) == (5, 3, "a")
+    assert (seen.selections, seen.hits, seen.misses, seen.abandoned) == (2, 2, 5, 0)
+    pool.abandon(pool.plan("a", np.array([20, 21])))
+    assert pool.invalidate("a", 3) == 2
+    pool.evict("a")
+    after = pool.statistics()
+    assert (after.used, after.request, after.abandoned, after.invalidated) == (0, None, 1, 2)
+    # A snapshot, which nobody writes.
+    assert (seen.selections, after.selections) == (2, 3)
+    with pytest.raises(AttributeError):
+        seen.hits = 0  # type: ignore[misc]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcore.errors import ParamInvalidError
+from kvcore.offload import OffloadManagerStatistics, OffloadStats
 from kvcore.offload.blocks.manager import MANAGER_POLICIES, OffloadManager
 from kvcore.offload.blocks.order import ArcOrder
 
@@ -244,6 +245,8 @@ def test_bad_calls_are_refused(make: Any, match: str) -> None:
 
 def test_stats_are_a_snapshot() -> None:
     manager = OffloadManager(2)
+    assert manager.statistics() == manager.stats
+    assert type(manager.stats) is OffloadManagerStatistics is OffloadStats
     before = manager.stats
     stored(manager, "a")
     with pytest.raises(ParamInvalidError):

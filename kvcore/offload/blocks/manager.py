@@ -30,7 +30,10 @@ from kvcore.errors import fail
 from kvcore.offload.blocks.order import ArcOrder, LruOrder, Order
 from kvcore.offload.checks import check_choice, check_integer, each_key
 
-__all__ = ["MANAGER_POLICIES", "OffloadEvent", "OffloadManager", "OffloadStats", "StorePlan"]
+__all__ = [
+    "MANAGER_POLICIES", "OffloadEvent", "OffloadManager", "OffloadManagerStatistics",
+    "OffloadStats", "StorePlan",
+]  # fmt: skip
 
 COUNTS = ("lookups", "found", "loads", "stores", "stored", "failed", "evicted", "refused")
 MANAGER_POLICIES: tuple[str, ...] = ("lru", "arc")
@@ -59,8 +62,8 @@ class OffloadEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadStats:
-    """What a manager holds now, and what it was asked since it was made.
+class OffloadManagerStatistics:
+    """What `OffloadManager.statistics` returns: what it holds now, and what it was asked so far.
 
     capacity, used, free: blocks; reading, writing: those of a load or a store under way.
     lookups, found: calls of ``lookup``, and the keys that they found.
@@ -82,6 +85,10 @@ class OffloadStats:
     failed: int
     evicted: int
     refused: int
+
+
+#: The name that `OffloadManager.stats` had for them.
+OffloadStats = OffloadManagerStatistics
 
 
 class _Entry:
@@ -126,12 +133,16 @@ class OffloadManager:
         """The others; ``used + free == capacity``."""
         return self.capacity - self._fresh + len(self._given_back)
 
-    @property
-    def stats(self) -> OffloadStats:
-        """What it holds now, and what it was asked: a snapshot."""
-        return OffloadStats(
+    def statistics(self) -> OffloadManagerStatistics:
+        """What it holds now, and what it was asked since it was made: a snapshot."""
+        return OffloadManagerStatistics(
             self.capacity, self.used, self.free, self._reading, self._writing, **self._counts
         )
+
+    @property
+    def stats(self) -> OffloadManagerStatistics:
+        """The same snapshot as `statistics` returns."""
+        return self.statistics()
 
     def lookup(self, keys: Iterable[Hashable]) -> int:
         """How many leading keys can be loaded now; one being stored cannot yet."""
