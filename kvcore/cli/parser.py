@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+from argparse import _SubParsersAction as Subparsers  # the only name argparse has for it
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 __all__ = ["Parser", "Subparsers", "integer"]
-
-Subparsers = argparse._SubParsersAction  # the only name argparse has for it
 
 
 class Parser(argparse.ArgumentParser):

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 import kvcore
+from kvcore import _end_at_once  # what SIGINT does while the package is imported
 from kvcore.about import unusable_settings
 from kvcore.cli import commands, status
 from kvcore.cli.parser import Parser
@@ -92,13 +93,13 @@ class _CtrlC:
         found = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is threading.main_thread() and found in (
             signal.default_int_handler,
-            kvcore._end_at_once,
+            _end_at_once,
         ):
             signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.pressed or not self.raises:
-            kvcore._end_at_once(number, frame)
+            _end_at_once(number, frame)
         self.pressed = True
         raise KeyboardInterrupt
 

@@ -21,23 +21,15 @@ from kvcore.errors import BackendUnavailableError, KVCoreError, ParamInvalidErro
 from kvcore.files import write_whole
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
+from kvcore.replay.options import axes as axes_of_options
 from kvcore.replay.report.comparison import read_report
+from kvcore.replay.serving.fit import fit
 from kvcore.replay.serving.replay import OffloadReplay
 from kvcore.replay.sweep_workers import Workers
 from kvcore.replay.traces.reader import TraceRequest
 
 __all__ = ["Point", "grid", "run_on_ray", "run_point", "run_processes"]
 
-#: Options that a sweep may vary, and how a value is read.
-AXES: dict[str, Callable[[str], Any]] = {
-    "policy": str,
-    "pool": int,
-    "batch": int,
-    "drafts": int,
-    "device": str,
-    "write_policy": str,
-    "seed": int,
-}
 MAX_POINTS = 10_000
 #: Linux allows 255, and the file is called .json.
 MAX_NAME_BYTES = 240
@@ -104,14 +96,17 @@ def grid(
 
     Raises ParamInvalidError naming the axis, or the point whose options cannot be.
     """
+    known = axes_of_options()
     values: dict[str, list[Any]] = {}
     for axis in axes:
         name, found, listed = axis.partition("=")
         name = name.replace("-", "_")
-        if not found or name not in AXES or name in values:
-            fail("sweep", "axes like policy=lru,fifo, each once, of " + ", ".join(AXES), repr(axis))
+        if not found or name not in known or name in values:
+            fail(
+                "sweep", "axes like policy=lru,fifo, each once, of " + ", ".join(known), repr(axis)
+            )
         try:
-            values[name] = [AXES[name](text) for text in listed.split(",")]
+            values[name] = [known[name].parse(text) for text in listed.split(",")]
         except ValueError:
             fail("sweep", f"{name}=1,2,...", repr(axis))
         if len(set(values[name])) != len(values[name]):
@@ -130,7 +125,7 @@ def grid(
         own = OffloadOptions(**{**asdict(options), **changed})
         label = ",".join(f"{name}={value}" for name, value in changed.items())
         try:
-            own.check(model)
+            fit(model, own)
         except ValueError as error:
             fail("sweep", f"points that can be run, {label} among them", str(error))
         figures = {key: (f.value, f.basis) for key, f in model.figures.items()}

@@ -59,7 +59,7 @@ MODULES = [
     "signal", "enum", "kvcore.backends", "kvcore.isa", "numpy", "numpy._core.multiarray",
     "numpy._core._multiarray_umath", "numpy.random", "kvcore.about", "kvcore.cli",
     "kvcore.cli.program", "argparse", "kvcore.cli.commands.bench", "kvcore.cli.commands.replay",
-    "kvcore.replay.models.profile", "rich", "rich.table", "kvcore.npu.cann.library",
+    "kvcore.replay.options", "rich", "rich.table", "kvcore.npu.cann.library",
 ]  # fmt: skip
 
 

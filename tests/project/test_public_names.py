@@ -50,9 +50,9 @@ NAMES = {
     """,
     "kvcore.offload": """
         LAYOUTS MODELS WRITE_POLICIES AttentionInput BlockPool DecodeEngine DecodeFailed
-        DecodeStatistics DecodeStep DecodeTotals DevicePool LayerEvents Mismatch ModelFigure
-        ModelProfile ModelShape
-        OffloadEvent OffloadManager OffloadOptions OffloadReplay OffloadReport PagedCaches
+        DecodeStatistics DecodeStep DecodeTotals DevicePool DevicePoolStatistics LayerEvents
+        Mismatch ModelFigure ModelProfile ModelShape OffloadEvent OffloadManager
+        OffloadManagerStatistics OffloadOptions OffloadReplay OffloadReport OffloadStats PagedCaches
         PrefillOffloader Replay ReplayReport RequestStep Scheduler ScoreModel Selection
         SelectionCache StepResult StorePlan TraceRequest TurnoverIds generate_trace hit_rate
         read_ids read_trace score_trace slot_mapping write_ids

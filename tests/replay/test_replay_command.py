@@ -148,8 +148,8 @@ def test_cache_size_in_mebibytes(trace: str, capsys: pytest.CaptureFixture[str])
     [
         (["--modle", "tiny"], "unknown option --modle; did you mean --model? allowed: --help,"),
         (["--model", "gpt"], "model: expected one of tiny, tiny-sparse, llama-3-8b, llama"),
-        (["--layout", "ND"], "argument --layout: invalid choice: 'ND' (choose from 'Norm', 'NHSD'"),
-        (["--dtype", "bf16"], "argument --dtype: invalid choice: 'bf16' (choose from 'float16'"),
+        (["--layout", "ND"], "layout: expected one of Norm, NHSD, PA_NZ, got 'ND'"),
+        (["--dtype", "bf16"], "dtype: expected one of float16, "),
         (["--progress", "x"], "invalid choice: 'x' (choose from 'auto', 'bar', 'lines', 'none')"),
         (["--requests", "0"], "--requests: expected an integer from 1 to 10000000, got '0'"),
         (["--requests", "many"], "--requests: expected an integer from 1 to 10000000, got 'many'"),
@@ -246,7 +246,7 @@ def test_an_interrupt_ends_with_the_table_so_far(
     monkeypatch.setattr(kvcore, "scatter_pa_kv_cache", interrupting(5))
     assert main(["replay", trace, "--chunk", "100"]) == 130
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert captured.err == "kvcore replay: interrupted, what is done is above\n"
     assert "interrupted: so far" in captured.out
     rows = table(captured.out)
     assert rows["requests"] == "0 of 3 finished"

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvcore.replay.models.profile import MAX_LAYERS
+from kvcore.replay.options import MAX_LAYERS
 
 if TYPE_CHECKING:
     from kvcore.replay.models.config import Config

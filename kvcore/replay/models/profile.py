@@ -28,14 +28,12 @@ from typing import Any
 from kvcore import dtypes
 from kvcore.errors import fail, in_words, shown
 from kvcore.offload.checks import check_choice, check_integer, check_path
+from kvcore.replay.options import MAX_HEAD_SIZE, MAX_HEADS, MAX_LAYERS
 
 __all__ = ["DTYPE_NAMES", "MODELS", "MODEL_FIGURES", "ModelFigure", "ModelProfile", "ModelShape"]
 
 BASES = ("measured", "published", "assumed")
 MAX_FILE_BYTES = 16 * 2**20
-MAX_LAYERS = 4096
-MAX_HEADS = 65_536
-MAX_HEAD_SIZE = 65_536
 
 DTYPE_NAMES: tuple[str, ...] = tuple(t.name for t in dtypes.DATA_DTYPES)
 

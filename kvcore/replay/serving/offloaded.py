@@ -26,6 +26,7 @@ from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
 from kvcore.replay.report.offloaded import OffloadReport, OffloadTotals, Timeline
 from kvcore.replay.report.report import Mismatch, Outcome
+from kvcore.replay.serving.fit import device_bytes, fit
 from kvcore.replay.serving.real_decode import RealDecode
 from kvcore.replay.serving.samples import sample_positions
 from kvcore.replay.serving.scheduler import Running, Scheduler, Step
@@ -84,7 +85,7 @@ class Offloaded(Strategy[OffloadReport]):
         if not isinstance(options, OffloadOptions):
             fail("options", "OffloadOptions", type(options).__name__)
         self.model, self.options = model, options
-        self.profile, self.pool_entries = options.check(model)
+        self.profile, self.pool_entries = fit(model, options)
         self.verify_samples = options.verify_samples // 2  # the others are of rows as served
         self.times = Timings()
         self.totals, self.timeline = OffloadTotals(), Timeline()
@@ -238,7 +239,7 @@ class Offloaded(Strategy[OffloadReport]):
         )  # fmt: skip
         if result is not None:
             totals.real_rows += result.rows
-        held = len(who) * options.device_bytes(model, self.pool_entries, 0)
+        held = len(who) * device_bytes(model, options, self.pool_entries, 0)
         held += int(contexts.sum()) * model.token_index_bytes
         totals.peak_device_bytes = max(totals.peak_device_bytes, held)
         asked = float(moved[0] + moved[1])

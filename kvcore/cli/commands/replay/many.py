@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcore.cli import status
+from kvcore.cli.commands.replay.parsing import files_read, refuse_outputs
 from kvcore.cli.printing import say, tell
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ MAX_SHOWN = 200
 
 def run_compare(namespace: argparse.Namespace) -> int:
     """Print the differences of two reports."""
-    from kvcore.cli.replay_options import refuse_outputs
     from kvcore.replay.report.comparison import compare, read_report
 
     refuse_outputs(namespace)
@@ -49,6 +49,7 @@ def _short(value: object) -> str:
 
 def run_sweep(namespace: argparse.Namespace, requests: Sequence[TraceRequest]) -> int:
     """Run the points that have no report yet, print all."""
+    from kvcore.cli.commands.replay.serve import model_of, offload_options
     from kvcore.cli.interrupt import Interrupt
     from kvcore.cli.outputs import (
         refuse_shared,
@@ -56,15 +57,13 @@ def run_sweep(namespace: argparse.Namespace, requests: Sequence[TraceRequest]) -
         refuse_unwritable_folder,
         write_json,
     )
-    from kvcore.cli.replay_offload import model_of, options_of
-    from kvcore.cli.replay_options import files_read
     from kvcore.replay.sweep import grid, run_on_ray, run_processes
 
     reads = files_read(namespace)
     refuse_unwritable(namespace.json, reads=reads)
     refuse_unwritable_folder(namespace.results)
     model = model_of(namespace)
-    options = options_of(namespace, model, requests)
+    options = offload_options(namespace, model, requests)
     folder = Path(namespace.results)
     points = grid(namespace.sweep, options, model, requests, folder)
     # A point's report is written, or read where an earlier run left it.

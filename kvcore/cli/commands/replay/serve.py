@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvcore replay``: one trace, served once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvcore.cli import status
+from kvcore.cli.commands.replay.parsing import OFFLOAD_NAMES, files_read, option_named
+from kvcore.cli.outputs import refuse_unwritable, write_json
+from kvcore.cli.printing import tell
+
+if TYPE_CHECKING:
+    from kvcore.replay import (
+        ModelProfile,
+        ModelShape,
+        OffloadOptions,
+        OffloadReplay,
+        Replay,
+        ReplayReport,
+        TraceRequest,
+    )
+
+__all__ = ["model_of", "offload_options", "read_requests", "run_caches", "run_offload"]
+
+GENERATED_REQUESTS = 100
+#: Most rows selected in a run that is full unless said otherwise: some ten seconds.
+SHORT_ROWS = 4e6
+FULL_BLOCKS = 8192
+MAX_TRACE_EVENTS = 1_000_000
+#: Options of the command that replace a figure of the model's shape: field -> option.
+SHAPE_FIELDS = {
+    "num_layers": "layers", "num_heads": "num_heads", "head_size": "head_size",
+    "value_head_size": "value_head_size", "dtype": "dtype",
+}  # fmt: skip
+
+
+def read_requests(namespace: argparse.Namespace) -> tuple[str, list[TraceRequest]]:
+    """Read or generate the trace; returns where it is from, and its requests."""
+    from kvcore.cli.log import standard_input
+    from kvcore.errors import fail
+    from kvcore.replay import generate_trace, read_trace
+    from kvcore.replay.traces.reader import bounded_lines
+
+    if namespace.trace is None:
+        count = namespace.requests or GENERATED_REQUESTS
+        return f"generated, seed {namespace.seed}", list(generate_trace(count, seed=namespace.seed))
+    if namespace.trace == "-":
+        lines = bounded_lines(standard_input().readline)
+        requests = read_trace(lines, limit=namespace.requests)
+    else:
+        requests = read_trace(namespace.trace, limit=namespace.requests)
+    if not requests:
+        fail(namespace.trace, "at least one request", "none")
+    return namespace.trace, requests
+
+
+# ---------------------------------------------------------------- real caches
+def run_caches(namespace: argparse.Namespace) -> int:
+    """Serve the trace into real caches."""
+    from kvcore.replay import Replay
+
+    refuse_unwritable(namespace.json, reads=files_read(namespace))
+    shape = _shape(namespace)
+    num_blocks = _num_blocks(namespace, shape)
+    source, requests = read_requests(namespace)
+    replay = Replay(
+        requests,
+        shape,
+        num_blocks=num_blocks,
+        block_size=namespace.block_size,
+        layout=namespace.layout,
+        max_batch=namespace.batch,
+        chunk_tokens=namespace.chunk,
+        seed=namespace.seed,
+        verify_samples=namespace.verify_samples,
+        num_threads=namespace.threads,
+    )
+    return _serve(namespace, source, replay)
+
+
+def _shape(namespace: argparse.Namespace) -> ModelShape:
+    from dataclasses import replace
+
+    from kvcore.replay import ModelProfile
+
+    model = ModelProfile.find(namespace.model or "tiny")
+    changes: dict[str, Any] = {
+        field: getattr(namespace, name)
+        for field, name in SHAPE_FIELDS.items()
+        if name in namespace.written
+    }
+    if not changes:
+        return model.shape
+    return replace(model.shape, name=f"{model.name}, changed", **changes)
+
+
+def _num_blocks(namespace: argparse.Namespace, shape: ModelShape) -> int:
+    from kvcore.errors import fail
+
+    if "host_blocks" in namespace.written:
+        return int(namespace.host_blocks)
+    mebibytes, block_bytes = namespace.cache_mib, namespace.block_size * shape.token_bytes
+    num_blocks = mebibytes * 2**20 // block_bytes
+    if not num_blocks:
+        least = f"at least one block of {block_bytes} bytes"
+        fail(option_named("cache_mib"), least, f"{mebibytes} MiB")
+    return int(num_blocks)
+
+
+# ---------------------------------------------------------------- offload
+def model_of(namespace: argparse.Namespace) -> ModelProfile:
+    """The model asked for."""
+    from kvcore.replay import ModelProfile
+
+    return ModelProfile.find(namespace.model or "tiny-sparse")
+
+
+def offload_options(
+    namespace: argparse.Namespace, model: ModelProfile, requests: Sequence[TraceRequest]
+) -> OffloadOptions:
+    """The options asked for; what was left open goes by the size of the trace."""
+    from kvcore.errors import fail
+    from kvcore.replay import OffloadOptions
+
+    values: dict[str, Any] = {
+        name: getattr(namespace, name) for name in OFFLOAD_NAMES if name in namespace.written
+    }
+    if namespace.prefill == "none":
+        if "prefill_tokens_per_s" in values:
+            fail("--prefill", "no --prefill-tokens-per-s beside none", "both")
+        values["prefill_tokens_per_s"] = None
+    steps = sum(request.output_length for request in requests)
+    short = steps * max(1, model.topk) * model.layers <= SHORT_ROWS
+    values.setdefault("fidelity", "full" if short else "sampled")
+    if values["fidelity"] == "full":
+        values.setdefault("host_blocks", FULL_BLOCKS)
+    if namespace.perfetto is not None:
+        values["max_trace_events"] = MAX_TRACE_EVENTS
+    return OffloadOptions(**values)
+
+
+def run_offload(
+    namespace: argparse.Namespace, source: str, requests: Sequence[TraceRequest]
+) -> int:
+    """Serve the trace with the full cache on the host of a modelled device."""
+    from kvcore.replay import OffloadReplay
+
+    if namespace.html is not None:
+        from kvcore.replay.report.html import check_plotly
+
+        check_plotly()
+    outputs = (namespace.json, namespace.perfetto, namespace.html)
+    refuse_unwritable(*outputs, reads=files_read(namespace))
+    model = model_of(namespace)
+    options = offload_options(namespace, model, requests)
+    return _serve(namespace, source, OffloadReplay(requests, model, options))
+
+
+# ---------------------------------------------------------------- both
+def _serve(
+    namespace: argparse.Namespace, source: str, replay: Replay[ReplayReport] | OffloadReplay
+) -> int:
+    """Serve, print the table, write the files asked for."""
+    from kvcore.cli.commands.replay.table import print_report
+    from kvcore.cli.interrupt import Interrupt
+    from kvcore.cli.progress import progress_of
+    from kvcore.replay import OffloadReplay
+
+    with Interrupt() as interrupt, progress_of(namespace.progress) as progress:
+        report = replay.run(stop=interrupt.is_set, progress=progress)
+    figures = {"trace": source, "seed": namespace.seed, **report.to_dict()}
+    if namespace.json != "-":  # first, so that it is seen though the disk be full
+        print_report(report, source)
+    if namespace.json is not None:
+        write_json(namespace.json, figures)
+    if namespace.perfetto is not None and isinstance(replay, OffloadReplay):
+        dropped = replay.save_trace(namespace.perfetto)
+        if dropped:
+            tell(f"kvcore replay: {dropped:,} events did not fit the trace")
+    if namespace.html is not None:
+        from kvcore.replay.report.html import write_html
+
+        write_html(namespace.html, figures, report.table(source))
+    for mismatch in report.mismatches[:5]:
+        tell(f"kvcore replay: {mismatch}")
+    if not report.ok:
+        return status.FAILED
+    if report.interrupted:
+        written = [p for p in (namespace.json, namespace.perfetto, namespace.html) if p]
+        files = f"; written so far: {', '.join(written)}" if written else ""
+        tell(f"kvcore replay: interrupted, what is done is above{files}")
+        return status.INTERRUPTED
+    return status.OK
