@@ -166,7 +166,8 @@ class PrefillOffloader:
         if targets:
             self._copies.copy_batch(targets, sources)
         self._drained[staging.place].record(self._copies)
-        stored = self._stored[staging.layer] = self._device.event()
+        stored: Event = self._device.event()
+        self._stored[staging.layer] = stored
         stored.record(self._copies)
         del self._taken[staging.place]
         return stored

@@ -109,6 +109,14 @@ cdef class Executor:
         if self.life != OPEN or self.in_worker():
             self.refuse(None)
 
+    def check_process(self):
+        """Raise StreamError in a forked child; unlike ``check``, before and after the block too.
+
+        Also keeps the child away from locks that a thread of the parent may have held.
+        """
+        if self.life == FORKED:
+            self.refuse(None)
+
     cdef int refuse(self, Line line) except -1:
         what = "device" if line is None else f"stream {line.name!r}"
         if self.life == FORKED:

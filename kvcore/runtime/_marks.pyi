@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Callable
-from typing import Any, final
-
-from kvcore.runtime._queue import Queue
+from typing import Any, Protocol, final
 
 KIND_WORK: int
 KIND_CALL: int
 KIND_TIMER: int
+
+class _Line(Protocol):
+    name: str
+    index: int
 
 @final
 class Failure:
@@ -25,7 +27,7 @@ class Waiter:
 @final
 class Mark:
     failure: Failure | None
-    queue: Queue
+    queue: _Line
     time: float
     note: Any
     graph: Any

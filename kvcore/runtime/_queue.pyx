@@ -3,7 +3,7 @@
 
 Two walks
 ---------
-*A launch.* ``Queue.launch(plan)`` makes an ``Op``, appends it to the queue's deque and, if the
+*A launch.* ``Stream.launch(plan)`` makes an ``Op``, appends it to the queue's deque and, if the
 queue was idle, moves the queue to ``Executor.ready``; if a worker is parked it is given its lock.
 That is all: no thread is waited for and nothing is awaited.  A worker takes a ready queue and
 *advances* it: it pops operations in order and runs them until the queue is empty (idle), until
@@ -37,6 +37,8 @@ anything.  Workers sleep on locks of their own, so no wake-up can be lost: a wor
 on ``parked`` in the same breath in which it found ``ready`` empty.
 """
 
+cimport cython
+
 from kvcore.runtime._executor cimport IDLE, OPEN, READY, Executor, Line, now
 from kvcore.runtime._marks cimport (
     CALL, DONE, DROPPED, FAILED, PENDING, RECORD, TIMER, WAIT, WORK, Failure, Mark, Op,
@@ -57,24 +59,49 @@ cdef class EventCore:
         self.executor = executor
 
 
+@cython.final
 cdef class Queue(Line):
-    """The compiled half of a stream; see ``kvcore.runtime.stream.Stream``."""
+    """What one stream was given and has not done yet, in order.
+
+    executor: the workers of its device.
+    capture:  the graph that launches are recorded into, or None.
+    lane:     the driver's lane (``kvcore.runtime.abc.Lane``) that work is handed over to; None
+              where the workers run it themselves, as those of the model do.
+    owner:    the device, which lives as long as there is work for a worker to come to.
+    """
 
     cdef readonly Executor executor
     cdef public object capture
+    cdef readonly object lane
+    cdef object owner
 
-    def _bind(self, Executor executor, str name, int index):
+    def __init__(self, Executor executor, str name, int index, owner):
         self.executor = executor
+        self.owner = owner
         self.name = name
         self.index = index
         self.pending = deque()
         self.state = IDLE
         self.skip_until = -1
 
+    def attach(self, lane):
+        """Hand work over to this lane from now on."""
+        self.lane = lane
+
     @property
     def idle(self):
-        """True when nothing is queued or running."""
+        """True when nothing is queued or running, and the lane has nothing left."""
+        return self.at_rest() if self.lane is None else self.lane.idle
+
+    @property
+    def rests(self):
+        """True when nothing is queued or running here, whatever a lane still has."""
         return self.at_rest()
+
+    @property
+    def num_pending(self):
+        """Operations that no worker has come to yet, records and waits included."""
+        return len(self.pending)
 
     cdef inline bint at_rest(self) noexcept:
         # A host that was told by the last record may ask before the worker has put the queue
@@ -86,74 +113,42 @@ cdef class Queue(Line):
             return False
         return op is None or (op.kind == RECORD and op.mark.outcome != PENDING)
 
-    def launch(self, plan):
-        """Queue one run of a plan and return at once.
+    # -- work
 
-        plan: of an operator, or any object with ``run()``, which a worker calls.  What else it
-        may have (see docs/runtime.md): ``name``; ``reads`` and ``writes``, sequences of accesses
-        (``argument``, ``owner``, ``ranges``; ``kvcore.runtime.Access`` makes them), which are
-        looked at here and are the whole of what a run may touch; ``touched()``, the same two of
-        the last run, asked for behind it; ``bytes_moved`` and ``num_descriptors``.
-        ``buffer.host()`` inside ``run`` is an access of this stream.
-
-        The plan, and through it its arrays, stay alive until the run is over.  Contents are
-        read when it runs.  Errors of the run reach the host at the next synchronise.
-        Raises StreamError (device closed, buffer freed or foreign), ParamInvalidError (not a
-        plan, or memory that a kernel on this device cannot reach).
-        """
-        cdef Executor executor = self.executor
-        cdef Op op
-        if executor.life != OPEN or executor.in_worker():
-            executor.refuse(self)
-        executor.admission.admit(plan)
-        if self.capture is not None:
-            self.capture.add(self, WORK, plan, None, 0.0)
-            return
-        op = Op.__new__(Op)
-        op.kind = WORK
-        op.target = plan
-        self.submit(op)
-
-    def _launch_unchecked(self, plan):
-        """A copy of our own making: its memory was looked at when it was made."""
-        cdef Op op
+    def move(self, plan):
+        """Queue a copy or a fill: its memory was looked at when it was made."""
         if self.executor.life != OPEN or self.executor.in_worker():
             self.executor.refuse(self)
-        if self.capture is not None:
-            self.capture.add(self, WORK, plan, None, 0.0)
-            return
-        op = Op.__new__(Op)
-        op.kind = WORK
-        op.target = plan
-        self.submit(op)
+        self.begin(WORK, plan, None, 0.0)
 
-    def _call(self, fn, args):
-        cdef Op op
+    def call(self, fn, args):
+        """Queue fn(*args)."""
         if self.executor.life != OPEN or self.executor.in_worker():
             self.executor.refuse(self)
-        if self.capture is not None:
-            self.capture.add(self, CALL, fn, args, 0.0)
-            return
-        op = Op.__new__(Op)
-        op.kind = CALL
-        op.target = fn
-        op.args = args
-        self.submit(op)
+        self.begin(CALL, fn, args, 0.0)
 
-    def _timer(self, double us, target):
-        cdef Op op
+    def timer(self, double us, target):
+        """Queue work that only takes time."""
         if self.executor.life != OPEN or self.executor.in_worker():
             self.executor.refuse(self)
+        self.begin(TIMER, target, None, us)
+
+    cdef int begin(self, int kind, target, args, double us) except -1:
+        cdef Op op
+        if self.lane is not None:
+            self.lane.check(kind, target)
         if self.capture is not None:
-            self.capture.add(self, TIMER, target, None, us)
-            return
+            self.capture.add(self, kind, target, args, us)
+            return 0
         op = Op.__new__(Op)
-        op.kind = TIMER
+        op.kind = kind
         op.target = target
+        op.args = args
         op.us = us
         self.submit(op)
+        return 0
 
-    def _again(self, int kind, target, args, double us, note):
+    def again(self, int kind, target, args, double us, note):
         """Submit one operation of a graph; the note says where it was captured."""
         cdef Op op = Op.__new__(Op)
         op.kind = kind
@@ -163,7 +158,9 @@ cdef class Queue(Line):
         op.note = note
         self.submit(op)
 
-    def _record(self, EventCore event):
+    # -- order
+
+    def record(self, EventCore event):
         """Record the event behind everything launched here; the event's mark is replaced."""
         if self.executor.life != OPEN or self.executor.in_worker():
             self.executor.refuse(self)
@@ -174,9 +171,12 @@ cdef class Queue(Line):
             return
         if self.executor.observer is not None:
             self.executor.observer.event_call()
-        event.mark = self.mark()
+        if self.lane is None:
+            event.mark = self.mark()
+        else:
+            event.mark = self.lane.place(event.enable_timing)
 
-    def _wait(self, EventCore event):
+    def wait(self, EventCore event):
         """Hold back what is launched from here on until the event's last record is reached."""
         cdef Mark mark
         cdef Executor executor = self.executor
@@ -194,15 +194,18 @@ cdef class Queue(Line):
                 return
         if executor.observer is not None:
             executor.observer.event_call()
-        self._wait_mark(mark)
+        self.wait_mark(mark)
 
-    def _wait_mark(self, Mark mark):
+    def wait_mark(self, Mark mark):
         """Hold back what is launched from here on until the mark is reached."""
         cdef Op op
         if mark.queue is self:
             return
         if mark.promises is not None or mark.queue is None:
             self.follow(mark)
+        if self.lane is not None:
+            self.lane.wait_mark(mark)
+            return
         op = Op.__new__(Op)
         op.kind = WAIT
         op.mark = mark
@@ -220,27 +223,20 @@ cdef class Queue(Line):
 
     cpdef Mark mark(self):
         """A mark behind everything launched here so far."""
-        cdef Op op = Op.__new__(Op)
-        cdef Mark mark = Mark.__new__(Mark)
-        mark.queue = self
-        if self.promises is not None:
-            mark.promises = self.still_promised()
-        op.kind = RECORD
-        op.mark = mark
-        if self.executor.observer is None:
-            self.place(op)
-            return mark
-        self.executor.lock.acquire()
-        try:
-            self.executor.observer.marked(self, mark)
-            self.place(op)
-        finally:
-            self.executor.lock.release()
+        cdef Mark mark
+        if self.lane is not None:
+            return self.lane.mark()
+        mark = Mark.__new__(Mark)
+        self.record_mark(mark)
         return mark
 
-    def _record_mark(self, Mark mark):
-        """Record a mark that others may wait for already; see ``external``."""
-        cdef Op op = Op.__new__(Op)
+    cpdef record_mark(self, Mark mark):
+        """Record a mark behind everything launched here; others may wait for it already."""
+        cdef Op op
+        if self.lane is not None:
+            self.lane.record_mark(mark)
+            return
+        op = Op.__new__(Op)
         mark.queue = self
         if self.promises is not None:
             mark.promises = self.still_promised()
@@ -255,12 +251,6 @@ cdef class Queue(Line):
             self.place(op)
         finally:
             self.executor.lock.release()
-
-    def _follow(self, Mark mark):
-        """For a driver that queues its waits itself: what is queued from here on comes behind the
-        mark, which is an external event's, or is behind one.
-        """
-        self.follow(mark)
 
     cdef int follow(self, Mark mark) except -1:
         cdef list found = list(self.still_promised() or ())
@@ -283,7 +273,7 @@ cdef class Queue(Line):
                 self.promises = tuple(left) if left else None
         return self.promises
 
-    def _comes_behind(self, Mark mark):
+    def comes_behind(self, Mark mark):
         """Whether what is queued here waits, by however many streams, for a record of the mark.
 
         Such a record would wait for itself.  A mark that is recorded by now knows what it comes
@@ -317,6 +307,8 @@ cdef class Queue(Line):
 
     cdef int submit(self, Op op) except -1:
         cdef Executor executor = self.executor
+        if self.lane is not None:
+            return self.submit_to_lane(op)
         if executor.observer is None:
             self.push(op)
             return 0
@@ -326,6 +318,30 @@ cdef class Queue(Line):
             op.number = executor.launches
             executor.observer.launched(self, op)
             self.push(op)
+        finally:
+            executor.lock.release()
+        return 0
+
+    cdef int submit_to_lane(self, Op op) except -1:
+        """Queue what the lane has made of an operation: run() hands it over."""
+        cdef Executor executor = self.executor
+        cdef Op wait
+        op.target, done = self.lane.prepare(op.kind, op.target, op.args, op.us)
+        op.args = ()
+        if executor.observer is None and done is None:
+            self.push(op)
+            return 0
+        executor.lock.acquire()           # nothing may come between an operation and its wait
+        try:
+            if executor.observer is not None:
+                op.number = executor.launches
+                executor.observer.launched(self, op)
+            self.push(op)
+            if done is not None:
+                wait = Op.__new__(Op)
+                wait.kind = WAIT
+                wait.mark = done
+                self.push(wait)
         finally:
             executor.lock.release()
         return 0
@@ -341,11 +357,15 @@ cdef class Queue(Line):
             executor.wake()
         return 0
 
-    def _told(self, Failure failure):
+    def told(self, Failure failure):
         """The host has been told of this queue's failure: the queue is usable again.
 
         False when this queue had no failure left to tell.
         """
+        return self.usable_again(failure) if self.lane is None else self.lane.told(failure)
+
+    def usable_again(self, Failure failure):
+        """``told``, for the queue's own part alone; a lane calls it."""
         if self.failure is None or (failure is not None and failure is not self.failure):
             return False
         self.executor.tell(self.failure)
@@ -353,19 +373,80 @@ cdef class Queue(Line):
         self.skip_until = self.executor.launches - 1
         return True
 
-    def _detach(self):
+    def detach(self):
         """Take away, in one step, all that has not started; what runs, runs to its end."""
         fresh = deque()
         gone = self.pending
         self.pending = fresh
         return gone
 
-    def _forget(self, gone):
+    def forget(self, gone):
         """Resolve what was taken away: nobody may wait for it for ever."""
         cdef Op op
         while gone:
             op = gone.popleft()
             self.executor.forget(self, op)
+
+
+cdef class StreamCore:
+    """The compiled part of a stream; see ``kvcore.runtime.stream.Stream``.
+
+    queue: the stream's queue, which the modules of the runtime work on.
+    """
+
+    cdef readonly Queue queue
+
+    def _bind(self, Queue queue):
+        self.queue = queue
+
+    @property
+    def name(self):
+        """The stream's name, the only one of its device."""
+        return self.queue.name
+
+    @property
+    def index(self):
+        """The stream's number in traces and reports; 0 is the host."""
+        return self.queue.index
+
+    @property
+    def failure(self):
+        """Why the stream does not go on, until a host was told; None while it does."""
+        return self.queue.failure
+
+    @property
+    def idle(self):
+        """True when nothing is queued or running."""
+        return self.queue.idle
+
+    def launch(self, plan):
+        """Queue one run of a plan and return at once.
+
+        plan: of an operator, or any object with ``run()``, which a worker calls.  What else it
+        may have (see docs/runtime.md): ``name``; ``reads`` and ``writes``, sequences of accesses
+        (``argument``, ``owner``, ``ranges``; ``kvcore.runtime.Access`` makes them), which are
+        looked at here and are the whole of what a run may touch; ``touched()``, the same two of
+        the last run, asked for behind it; ``bytes_moved`` and ``num_descriptors``.
+        ``buffer.host()`` inside ``run`` is an access of this stream.
+
+        The plan, and through it its arrays, stay alive until the run is over.  Contents are
+        read when it runs.  Errors of the run reach the host at the next synchronise.
+        Raises StreamError (device closed, buffer freed or foreign), ParamInvalidError (not a
+        plan, or memory that a kernel on this device cannot reach).
+        """
+        cdef Queue queue = self.queue
+        cdef Executor executor = queue.executor
+        cdef Op op
+        if executor.life != OPEN or executor.in_worker():
+            executor.refuse(queue)
+        executor.admission.admit(plan)
+        if queue.lane is not None or queue.capture is not None:
+            queue.begin(WORK, plan, None, 0.0)
+            return
+        op = Op.__new__(Op)
+        op.kind = WORK
+        op.target = plan
+        queue.submit(op)
 
 
 cdef object _foreign_event(str stream):

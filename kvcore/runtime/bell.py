@@ -64,6 +64,11 @@ class Bell:
             with contextlib.suppress(OSError):
                 self._writer.send(b"\0")
 
+    @property
+    def num_waiting(self) -> int:
+        """Tasks of this loop that wait at the moment."""
+        return len(self._seats)
+
     def _look(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):

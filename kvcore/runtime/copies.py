@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,8 @@ from kvcore._core import adopt, arrays, overlap
 from kvcore.errors import KVCoreError, ParamInvalidError, fail
 from kvcore.runtime._storage import BufferCore, move
 from kvcore.runtime.memory import PAGEABLE, array_of, space_of
-from kvcore.runtime.profile import D2H, H2D, HBM
+from kvcore.runtime.profile import D2H, H2D, HBM, DeviceProfile
 from kvcore.strides import coalesce, merge_ranges
-
-if TYPE_CHECKING:
-    from kvcore.runtime.device import Device
 
 __all__ = ["Access", "Copy", "Fill", "Ranges", "ranges_of"]
 
@@ -40,6 +37,18 @@ _NARROW = ("int2", "int4", "uint2", "uint4")
 Ranges = npt.NDArray[np.int64]
 Demand = tuple[int, float, int]
 Whole = tuple[tuple["Access", ...], tuple["Access", ...]]
+Ends = list[tuple[object, object]]
+
+
+class Payer(Protocol):
+    """What is asked of the device that a copy or a fill is made for.
+
+    key: what its storages carry.  costs: whether anybody wants to know what a copy costs.
+    """
+
+    key: object
+    profile: DeviceProfile | None
+    costs: bool
 
 
 class Access:
@@ -57,10 +66,15 @@ class Access:
         self.argument = argument
         self.owner = owner
         if arrays is None:
-            # (only a buffer is asked for its device, and it is its own)
-            arrays = (array_of(owner, argument, cast("Device", getattr(owner, "device", None))),)
+            own = owner.storage.owner if isinstance(owner, BufferCore) else None
+            arrays = (array_of(owner, argument, own),)
         self._arrays = arrays
         self._ranges: Ranges | None = None
+
+    @property
+    def read_only(self) -> bool:
+        """Whether some of it may not be written."""
+        return not all(array.flags.writeable for array in self._arrays)
 
     @property
     def ranges(self) -> Ranges:
@@ -124,7 +138,10 @@ def held(x: object, argument: str) -> list[arrays.Held]:
 
 
 class Copy:
-    """One copy, or a batch of copies that goes as one operation."""
+    """One copy, or a batch of copies that goes as one operation.
+
+    ends: (destination, source) of each, as they were given.
+    """
 
     __slots__ = (
         "_held",
@@ -133,6 +150,7 @@ class Copy:
         "bytes_moved",
         "d2h_bytes",
         "demands",
+        "ends",
         "h2d_bytes",
         "host_bytes",
         "name",
@@ -142,9 +160,10 @@ class Copy:
     )
     workspace_size = 0
 
-    def __init__(self, device: Device, dst: object, src: object) -> None:
-        d, s = _pair(device, dst, src, "dst", "src")
+    def __init__(self, payer: Payer, dst: object, src: object) -> None:
+        d, s = _pair(payer, dst, src, "dst", "src")
         self.name = "copy"
+        self.ends: Ends = [(dst, src)]
         self._table: Ranges | None = None
         self._loops = [(bits(d), bits(s))]
         self._held = [*held(dst, "dst"), *held(src, "src")]
@@ -154,18 +173,19 @@ class Copy:
         self.reads: tuple[Access, ...] = (Access("src", src, (s,)),)
         self.demands: list[Demand] = []
         self.host_bytes = self.h2d_bytes = self.d2h_bytes = 0
-        if device._costs:
-            self._demand(device, space_of(dst), space_of(src), d.nbytes, self.num_descriptors)
+        if payer.costs:
+            self._demand(payer, space_of(dst), space_of(src), d.nbytes, self.num_descriptors)
 
     @classmethod
-    def batch(cls, device: Device, dsts: Sequence[object], srcs: Sequence[object]) -> Copy:
+    def batch(cls, payer: Payer, dsts: Sequence[object], srcs: Sequence[object]) -> Copy:
         """srcs[i] over dsts[i] for all i, in order."""
         self = cls.__new__(cls)
         pairs = [
-            _pair(device, dst, src, f"dst[{i}]", f"src[{i}]")
+            _pair(payer, dst, src, f"dst[{i}]", f"src[{i}]")
             for i, (dst, src) in enumerate(zip(dsts, srcs, strict=True))
         ]
         self.name = "copy_batch"
+        self.ends = list(zip(dsts, srcs, strict=True))
         self.bytes_moved = sum(d.nbytes for d, _ in pairs)
         counts = [pieces_of(d, s) for d, s in pairs]
         self.num_descriptors = sum(counts)
@@ -186,17 +206,17 @@ class Copy:
         self.reads = _accesses("src", srcs, [s for _, s in pairs])
         self.demands = []
         self.host_bytes = self.h2d_bytes = self.d2h_bytes = 0
-        if device._costs:
+        if payer.costs:
             sums: dict[tuple[str, str], list[int]] = {}
             for dst, src, (d, _), count in zip(dsts, srcs, pairs, counts, strict=True):
                 entry = sums.setdefault((space_of(dst), space_of(src)), [0, 0])
                 entry[0] += d.nbytes
                 entry[1] += count
             for (to, source), (nbytes, count) in sums.items():
-                self._demand(device, to, source, nbytes, count)
+                self._demand(payer, to, source, nbytes, count)
         return self
 
-    def _demand(self, device: Device, to: str, source: str, nbytes: int, count: int) -> None:
+    def _demand(self, payer: Payer, to: str, source: str, nbytes: int, count: int) -> None:
         if to == source == "device":
             self._ask(HBM, 2 * nbytes, count)
         elif to != "device" and source != "device":
@@ -208,8 +228,8 @@ class Copy:
             else:
                 self.d2h_bytes += nbytes
             over: float = nbytes
-            if PAGEABLE in (to, source) and device.profile is not None:
-                over = nbytes / device.profile.value("pageable_share")
+            if PAGEABLE in (to, source) and payer.profile is not None:
+                over = nbytes / payer.profile.value("pageable_share")
             self._ask(link, over, count)
             self._ask(HBM, nbytes, count)
 
@@ -241,13 +261,14 @@ class Copy:
 class Fill:
     """Every element of an array set to one value.
 
-    target, value: both as a type of numpy's own.
+    target, value: both as a type of numpy's own.  ends: as of a copy within what is filled.
     """
 
     __slots__ = (
         "_held",
         "bytes_moved",
         "demands",
+        "ends",
         "host_bytes",
         "num_descriptors",
         "target",
@@ -258,8 +279,9 @@ class Fill:
     reads: tuple[Access, ...] = ()
     workspace_size = 0
 
-    def __init__(self, device: Device, dst: object, value: Any) -> None:
-        array = array_of(dst, "dst", device)
+    def __init__(self, payer: Payer, dst: object, value: Any) -> None:
+        array = array_of(dst, "dst", payer.key)
+        self.ends: Ends = [(dst, dst)]
         _writable(array, "dst")
         one = one_value(array.dtype, value)
         if one is None:
@@ -297,13 +319,13 @@ class Timed:
 
     __slots__ = ("name", "reads", "writes")
 
-    def __init__(self, device: Device, name: str, reads: object, writes: object) -> None:
+    def __init__(self, payer: Payer, name: str, reads: object, writes: object) -> None:
         self.name = name
-        self.reads = _whole("reads", reads, device)
-        self.writes = _whole("writes", writes, device)
+        self.reads = _whole("reads", reads, payer)
+        self.writes = _whole("writes", writes, payer)
         for access in self.writes:
-            for array in access._arrays:
-                _writable(array, access.argument)
+            if access.read_only:
+                raise _read_only(access.argument)
 
     def __str__(self) -> str:
         return self.name
@@ -313,16 +335,16 @@ class Timed:
         return self.reads, self.writes
 
 
-def _whole(argument: str, given: object, device: Device) -> tuple[Access, ...]:
+def _whole(argument: str, given: object, payer: Payer) -> tuple[Access, ...]:
     """An access to the whole of each of these; one buffer or array stands for itself."""
     if isinstance(given, BufferCore | np.ndarray) or hasattr(given, "__dlpack__"):
-        return (Access(argument, given, (array_of(given, argument, device),)),)
+        return (Access(argument, given, (array_of(given, argument, payer.key),)),)
     if not isinstance(given, Iterable) or isinstance(given, str | bytes):
         fail(argument, "buffers or arrays", type(given).__name__)
     owners = list(given)
     names = [f"{argument}[{i}]" for i in range(len(owners))]
     return tuple(
-        Access(name, owner, (array_of(owner, name, device),))
+        Access(name, owner, (array_of(owner, name, payer.key),))
         for name, owner in zip(names, owners, strict=True)
     )
 
@@ -364,10 +386,10 @@ def one_value(dtype: np.dtype[Any], value: Any) -> npt.NDArray[Any] | None:
 
 
 def _pair(
-    device: Device, dst: object, src: object, dst_name: str, src_name: str
+    payer: Payer, dst: object, src: object, dst_name: str, src_name: str
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    d = array_of(dst, dst_name, device)
-    s = array_of(src, src_name, device)
+    d = array_of(dst, dst_name, payer.key)
+    s = array_of(src, src_name, payer.key)
     if d.dtype != s.dtype:
         d_type = getattr(dst, "dtype", d.dtype)
         s_type = getattr(src, "dtype", s.dtype)
@@ -395,11 +417,15 @@ def _pair(
 
 def _writable(array: npt.NDArray[Any], argument: str) -> None:
     if not array.flags.writeable:
-        raise ParamInvalidError(
-            f"{argument}: expected memory that may be written, got a read-only array",
-            argument=argument,
-            seen="read-only",
-        )
+        raise _read_only(argument)
+
+
+def _read_only(argument: str) -> ParamInvalidError:
+    return ParamInvalidError(
+        f"{argument}: expected memory that may be written, got a read-only array",
+        argument=argument,
+        seen="read-only",
+    )
 
 
 def _accesses(

@@ -7,16 +7,16 @@ synchronise means the last record made before it, as in CUDA and as for ACL's Ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import ParamInvalidError, StreamError
-from kvcore.runtime._queue import EventCore, Queue
+from kvcore.runtime._queue import EventCore, StreamCore
+from kvcore.runtime.failures import failed, not_in_a_capture
 
 if TYPE_CHECKING:
-    from kvcore.errors import RaceError
-    from kvcore.runtime._marks import Failure, Mark
-    from kvcore.runtime.device import Device
+    from kvcore.runtime._marks import Mark
+    from kvcore.runtime._queue import Queue
+    from kvcore.runtime.core import Core
     from kvcore.runtime.stream import Stream
 
 __all__ = ["Event"]
@@ -30,9 +30,10 @@ class Event(EventCore):
     """
 
     def __init__(
-        self, device: Device, *, blocking: bool = False, enable_timing: bool = True
+        self, core: Core, device: Any, *, blocking: bool = False, enable_timing: bool = True
     ) -> None:
-        self._bind(device._executor)
+        self._bind(core.executor)
+        self._core = core
         self.device = device
         self.blocking = blocking
         self.enable_timing = enable_timing
@@ -44,17 +45,18 @@ class Event(EventCore):
 
     def record(self, stream: Stream | None = None) -> None:
         """Record behind everything launched on the stream (the current one by default)."""
-        self._stream(stream)._record(self)
+        self._queue(stream).record(self)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Make the stream (the current one by default) wait for the last record."""
-        self._stream(stream)._wait(self)
+        self._queue(stream).wait(self)
 
-    def _stream(self, stream: Stream | None) -> Stream:
+    def _queue(self, stream: Stream | None) -> Queue:
         # (a stream of another device says itself that this event is not its own)
         if stream is None:
-            return self.device.current_stream()
-        return stream if isinstance(stream, Queue) else self.device._own(stream)
+            stream = self.device.current_stream()
+        own = stream if isinstance(stream, StreamCore) else self._core.own(stream)
+        return own.queue
 
     def query(self) -> bool:
         """True when the last record was reached, or when there is none.
@@ -62,12 +64,12 @@ class Event(EventCore):
         Raises StreamError when the work before it failed.  On the model clock each query takes
         some of the host's time, and may have to wait for the real work that the model needs.
         """
-        self.device._executor.check()
+        self._core.check()
         mark = self.mark
         if mark is None:
             return True
         self._no_capture(mark)
-        if not self.device._host.finds(mark):
+        if not self._core.driver.look(mark):
             return False
         self._finish(mark)
         return True
@@ -78,21 +80,21 @@ class Event(EventCore):
         Cancelling stops the waiting, not the work.  Raises StreamError, from the first cause,
         each time while the event is failed (recording it again ends that), and RaceError.
         """
-        self.device._executor.check()
+        self._core.check()
         mark = self.mark
         if mark is not None:
             self._no_capture(mark)
-        await self.device._host.wait(mark)
+        await self._core.waiting.until(() if mark is None else (mark,))
         if mark is not None:
             self._finish(mark)
 
     def synchronize_blocking(self) -> None:
-        """The same, holding this thread; works on an event loop's thread and without a loop."""
-        self.device._executor.check()
+        """``synchronize``, holding this thread; also on an event loop's own, and without a loop."""
+        self._core.check()
         mark = self.mark
         if mark is not None:
             self._no_capture(mark)
-            self.device._host.wait_blocking(mark)
+            self._core.driver.wait_for(mark)
             self._finish(mark)
 
     def elapsed_time(self, other: object) -> float:
@@ -107,39 +109,37 @@ class Event(EventCore):
                 + ("one of another device" if isinstance(other, Event) else type(other).__name__),
                 argument="other",
             )
-        if self.device._executor.is_forked:
-            self.device._executor.check()
-        start = self._time("event")
-        return (other._time("other") - start) / 1e3
+        self._core.check_process()
+        start, end = self._timed(self, "event"), self._timed(other, "other")
+        return self._core.driver.elapsed(start, end)
 
-    def _time(self, argument: str) -> float:
-        if not self.enable_timing:
+    def _timed(self, event: Event, argument: str) -> Mark:
+        """The event's last record, which must have been reached and have a time."""
+        if not event.enable_timing:
             raise ParamInvalidError(
                 f"{argument}: expected an event with enable_timing=True, got one without",
                 argument=argument,
                 expected="enable_timing=True",
             )
-        time = None if self.mark is None else self.device._time_of(self.mark)
-        if time is None:
+        mark = event.mark
+        if mark is None or mark.graph is not None or self._core.driver.time_of(mark) is None:
             raise StreamError(
                 f"{argument}: expected an event that was recorded and reached, got one that is "
-                + ("pending" if self.recorded else "not recorded"),
+                + ("pending" if event.recorded else "not recorded"),
                 argument=argument,
             )
-        return time
+        return mark
 
     def _no_capture(self, mark: Mark) -> None:
         if mark.graph is not None:
-            raise self.device._capture_error(
-                "event", "wait for an event that was recorded inside a capture"
-            )
+            raise not_in_a_capture("event", "wait for an event that was recorded inside a capture")
 
     def _finish(self, mark: Mark) -> None:
-        self.device._host_reached(mark)
+        self._core.host_reached(mark)
         if mark.failure is not None:
             self.executor.tell(mark.failure)
             raise failed(mark.failure, f"event recorded on stream {mark.queue.name!r}")
-        self.device._raise_races()
+        self._core.raise_races()
 
     def __repr__(self) -> str:
         if self.mark is None:
@@ -148,39 +148,3 @@ class Event(EventCore):
             return "Event(in a capture)"
         state = "pending" if self.mark.pending else "failed" if self.mark.failed else "reached"
         return f"Event(on {self.mark.queue.name!r}, {state})"
-
-
-def _text(failure: Failure) -> str:
-    # Telling of a failure must not fail: what was raised may have no text.
-    kind = type(failure.cause).__name__
-    try:
-        return f"{kind}: {failure.cause}"
-    except Exception:
-        return kind
-
-
-def failed(failure: Failure, what: str) -> StreamError:
-    """What a host is told of a failure, caused by the first exception."""
-    error = StreamError(
-        f"{what}: {failure.operation} on stream {failure.stream!r} failed: {_text(failure)}",
-        argument="stream",
-        seen=failure.operation,
-    )
-    error.__cause__ = failure.cause
-    return error
-
-
-def unseen(failures: Sequence[Failure], race: RaceError | None) -> StreamError:
-    """What is raised when a device is left with failures that no host was told of."""
-    first = failures[0]
-    error = StreamError(
-        f"stream {first.stream!r}: {first.operation} failed and nobody was told: {_text(first)}",
-        argument="stream",
-        seen=first.operation,
-    )
-    for failure in failures[1:10]:
-        error.add_note(f"stream {failure.stream!r}: {failure.operation}: {_text(failure)}")
-    if race is not None:
-        error.add_note(str(race))
-    error.__cause__ = first.cause
-    return error

@@ -12,18 +12,64 @@ waits for what is thereby settled by the order of the host's calls, as for ordin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvcore.errors import ParamInvalidError
 from kvcore.runtime._marks import Failure, Mark
-from kvcore.runtime.event import failed
+from kvcore.runtime.failures import behind_its_wait, failed
 
 if TYPE_CHECKING:
-    from kvcore.runtime._queue import Queue
-    from kvcore.runtime.device import Device
-    from kvcore.runtime.stream import Stream
+    from kvcore.runtime._queue import Queue, StreamCore
+    from kvcore.runtime.core import Core
 
-__all__ = ["ExternalEvent", "Promises"]
+__all__ = ["ExternalEvent", "Round"]
+
+
+class Round:
+    """What an external event is made of: the mark of this round, and what was done with it.
+
+    A graph keeps it, and does what was captured with ``act`` at each replay.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._begin()
+
+    def _begin(self) -> None:
+        self.mark = Mark()
+        self.recorded = self._awaited = self._reset = False
+
+    def act(self, queue: Queue, verb: str, *, replayed: bool = False) -> None:
+        """Record, wait or reset on a stream, now; the device's lock is held.
+
+        A record behind its own wait is refused.  In a replay half of the graph may be launched by
+        then, so there the wait fails instead, as it does when nobody ever records.
+        """
+        core = self._core
+        if verb == "wait":
+            self._awaited = True
+            if not self.recorded:
+                core.promises.made(self.mark)
+            queue.wait_mark(self.mark)
+        elif verb == "record":
+            if self.recorded:
+                return
+            if queue.comes_behind(self.mark):
+                error = behind_its_wait(queue.name)
+                if not replayed:
+                    raise error
+                if core.promises.kept(self.mark):
+                    core.break_promise(self.mark, Failure(error, queue.name, "record"))
+                self._begin()
+                return
+            core.promises.kept(self.mark)
+            queue.record_mark(self.mark)
+            self.recorded = True
+            if self._reset:
+                self._begin()
+        elif self.recorded:
+            self._begin()
+        else:
+            self._reset = self._awaited
 
 
 class ExternalEvent:
@@ -33,18 +79,15 @@ class ExternalEvent:
     resets anew.  They do not join streams to the capture.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, core: Core, device: Any) -> None:
+        self._core = core
         self.device = device
-        self._begin()
-
-    def _begin(self) -> None:
-        self._mark = Mark()
-        self._recorded = self._awaited = self._reset = False
+        self._round = Round(core)
 
     @property
     def recorded(self) -> bool:
         """True once it was recorded, until it is reset."""
-        return self._recorded
+        return self._round.recorded
 
     def query(self) -> bool:
         """True when the round's record was made and reached.
@@ -52,18 +95,18 @@ class ExternalEvent:
         As for an event, the host's work from then on comes after it, the model clock decides
         when that is, and a failure before the record raises StreamError.
         """
-        device, mark = self.device, self._mark
-        device._executor.check()
-        if not self._recorded or not device._host.finds(mark):
+        core, mark = self._core, self._round.mark
+        core.check()
+        if not self._round.recorded or not core.driver.look(mark):
             return False
-        device._host_reached(mark)
+        core.host_reached(mark)
         if mark.failure is not None:
-            device._executor.tell(mark.failure)
+            core.executor.tell(mark.failure)
             raise failed(mark.failure, "external event")
-        device._raise_races()
+        core.raise_races()
         return True
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: StreamCore | None = None) -> None:
         """Record behind what the stream (the current one by default) has.
 
         A second record before a reset adds nothing: the event is set by the first.  Raises
@@ -72,107 +115,31 @@ class ExternalEvent:
         """
         self._call("record", stream)
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: StreamCore | None = None) -> None:
         """Hold back what is launched on the stream from here on until the event is recorded.
 
         Returns at once.  A device that is left with nobody having recorded it fails the wait.
         """
         self._call("wait", stream)
 
-    def reset(self, stream: Stream | None = None) -> None:
+    def reset(self, stream: StreamCore | None = None) -> None:
         """Begin a new round once this one was recorded; who waits from then on waits for that.
 
         An event that nobody recorded or waits for has nothing to reset.
         """
         self._call("reset", stream)
 
-    def _call(self, verb: str, stream: Stream | None) -> None:
-        device = self.device
-        device._executor.check()
-        stream = device.current_stream() if stream is None else device._own(stream)
-        with device._lock:
-            if stream.capture is not None:
-                stream.capture.external(stream, self, verb)
+    def _call(self, verb: str, stream: StreamCore | None) -> None:
+        core = self._core
+        core.check()
+        own = self.device.current_stream() if stream is None else core.own(stream)
+        queue: Queue = own.queue
+        with core.lock:
+            if queue.capture is not None:
+                queue.capture.external(queue, self._round, verb)
             else:
-                device._event_call()
-                self._do(stream, verb)
-
-    def _do(self, queue: Queue, verb: str, *, replayed: bool = False) -> None:
-        """Record, wait or reset on a stream, now; the device's lock is held.
-
-        A record behind its own wait is refused.  In a replay half of the graph may be launched by
-        then, so there the wait fails instead, as it does when nobody ever records.
-        """
-        if verb == "wait":
-            self._awaited = True
-            if not self._recorded:
-                self.device._promises.made(self._mark)
-            queue._wait_mark(self._mark)
-        elif verb == "record":
-            if self._recorded:
-                return
-            if queue._comes_behind(self._mark):
-                error = behind_its_wait(queue.name)
-                if not replayed:
-                    raise error
-                if self.device._promises.kept(self._mark):
-                    self.device._break_promise(self._mark, Failure(error, queue.name, "record"))
-                self._begin()
-                return
-            self.device._promises.kept(self._mark)
-            queue._record_mark(self._mark)
-            self._recorded = True
-            if self._reset:
-                self._begin()
-        elif self._recorded:
-            self._begin()
-        else:
-            self._reset = self._awaited
+                core.event_call()
+                self._round.act(queue, verb)
 
     def __repr__(self) -> str:
-        return f"ExternalEvent({'recorded' if self._recorded else 'not recorded'})"
-
-
-class Promises:
-    """Marks that streams wait for and that nobody has recorded yet; the device's lock is held."""
-
-    def __init__(self) -> None:
-        self._marks: dict[int, Mark] = {}
-
-    def __len__(self) -> int:
-        return len(self._marks)
-
-    def made(self, mark: Mark) -> None:
-        """A stream waits for it."""
-        self._marks[id(mark)] = mark
-
-    def kept(self, mark: Mark) -> bool:
-        """It is being recorded; whether a stream waits for it."""
-        return self._marks.pop(id(mark), None) is not None
-
-    def take(self) -> list[Mark]:
-        """All of them, to be broken."""
-        marks = list(self._marks.values())
-        self._marks.clear()
-        return marks
-
-
-def behind_its_wait(stream: str) -> ParamInvalidError:
-    """Why an external event cannot be recorded on that stream."""
-    return ParamInvalidError(
-        "event: expected an external event that is recorded on a stream that does not wait for "
-        f"that record, got stream {stream!r}, whose work waits for it",
-        argument="event",
-        seen=stream,
-        expected="a stream that does not wait for the record",
-    )
-
-
-def never_recorded() -> ParamInvalidError:
-    """Why a stream that waits for an external event cannot go on."""
-    return ParamInvalidError(
-        "event: expected an external event that is recorded, got one that nobody recorded before "
-        "the device was left",
-        argument="event",
-        seen="not recorded",
-    )
+        return f"ExternalEvent({'recorded' if self.recorded else 'not recorded'})"

@@ -17,9 +17,9 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +27,19 @@ import numpy.typing as npt
 from kvcore._core import adopt
 from kvcore.errors import DeviceOutOfMemoryError, KVCoreError, ParamInvalidError
 from kvcore.runtime._capsule import TYPES, retype
-from kvcore.runtime._storage import BufferCore, Storage
+from kvcore.runtime._storage import BufferCore, Ledger, Storage
 
-if TYPE_CHECKING:
-    from kvcore.runtime.device import Device
-
-__all__ = ["PAGEABLE", "SPACES", "Buffer", "MemoryInfo", "Origin", "array_of", "space_of"]
+__all__ = [
+    "PAGEABLE",
+    "SPACES",
+    "Buffer",
+    "Keeper",
+    "Maker",
+    "MemoryInfo",
+    "Origin",
+    "array_of",
+    "space_of",
+]
 
 SPACES = ("device", "host", "swapped")
 PAGEABLE = "pageable"
@@ -83,6 +90,47 @@ class Origin:
         return f"{what} {self.shape} {self.dtype}"
 
 
+class Keeper(Protocol):
+    """What a buffer asks of its device."""
+
+    @property
+    def check(self) -> Callable[[], None]:
+        """Raises StreamError unless the device is open and this is none of its workers."""
+
+    @property
+    def check_process(self) -> Callable[[], None]:
+        """Raises StreamError in a process that was forked from the device's."""
+
+    def refuse_in_capture(self, what: str) -> None:
+        """Raise CaptureError while a graph is captured; ``what``: what was asked for."""
+
+    def host_access(self, buffer: Buffer, array: npt.NDArray[Any], mode: str, name: str) -> None:
+        """The host uses these bytes now: "r", "w" or "rw"; name: by which method."""
+
+    def memory_changed(self) -> None:
+        """Bytes were taken or given back."""
+
+
+class Maker(Keeper, Protocol):
+    """What is needed of a device to make a buffer of its memory.
+
+    key: what the device's storages carry.  buffer_class: what shows memory to a program.
+    """
+
+    key: object
+    buffer_class: type[Buffer]
+
+    @property
+    def ledgers(self) -> Mapping[str, Ledger]:
+        """Bytes used, by space."""
+
+    def take(self, space: str, nbytes: int, /) -> npt.NDArray[np.uint8]:
+        """New memory as bytes; MemoryError or DeviceOutOfMemoryError when there is none."""
+
+    def keep(self, storage: Storage) -> None:
+        """The storage is the device's, which gives it back when it is left."""
+
+
 class Buffer(BufferCore):
     """A piece of a device's memory, or a view of one.
 
@@ -96,9 +144,16 @@ class Buffer(BufferCore):
     """
 
     def __init__(
-        self, device: Device, storage: Storage, array: npt.NDArray[Any], dtype: str, whole: bool
+        self,
+        keeper: Keeper,
+        device: Any,
+        storage: Storage,
+        array: npt.NDArray[Any],
+        dtype: str,
+        whole: bool,
     ) -> None:
         self._bind(storage)
+        self._keeper = keeper
         self.device = device
         self.dtype = dtype
         self._array = array
@@ -158,8 +213,12 @@ class Buffer(BufferCore):
         state = ", freed" if self.freed else ""
         return f"Buffer({self.shape}, {self.dtype!r}, {self.space}{name}{state})"
 
+    def _like(self, array: npt.NDArray[Any], dtype: str) -> Self:
+        """A view of the same memory."""
+        return type(self)(self._keeper, self.device, self.storage, array, dtype, False)
+
     def _live(self) -> npt.NDArray[Any]:
-        self.device._check_process()
+        self._keeper.check_process()
         if self.storage.freed:
             raise ParamInvalidError(
                 "buffer: expected live memory, got a buffer that was freed",
@@ -174,7 +233,7 @@ class Buffer(BufferCore):
         """The memory as a numpy array, for planning; not counted as an access."""
         return self._live()
 
-    def __getitem__(self, index: Any) -> Buffer:
+    def __getitem__(self, index: Any) -> Self:
         """A view; numbers, slices, ``...`` and None, nothing that would copy."""
         array = self._live()
         parts = index if isinstance(index, tuple) else (index,)
@@ -197,9 +256,9 @@ class Buffer(BufferCore):
                 argument="index",
                 seen=index,
             ) from error
-        return Buffer(self.device, self.storage, found, self.dtype, False)
+        return self._like(found, self.dtype)
 
-    def __iter__(self) -> Iterator[Buffer]:
+    def __iter__(self) -> Iterator[Self]:
         """Views of the first dimension's elements."""
         if not self._live().ndim:
             raise ParamInvalidError(
@@ -209,7 +268,7 @@ class Buffer(BufferCore):
             )
         return (self[i] for i in range(len(self)))
 
-    def view(self, shape: int | Sequence[int] | None = None, dtype: str | None = None) -> Buffer:
+    def view(self, shape: int | Sequence[int] | None = None, dtype: str | None = None) -> Self:
         """The same memory as another shape and type; the buffer must be contiguous.
 
         ``dtype`` first, in the last dimension; then ``shape`` (one -1 is allowed).
@@ -237,7 +296,7 @@ class Buffer(BufferCore):
                     argument="shape",
                     seen=shape,
                 ) from error
-        return Buffer(self.device, self.storage, array, name, False)
+        return self._like(array, name)
 
     def free(self) -> None:
         """Give the memory back; for the race check, a write by the host.
@@ -245,7 +304,7 @@ class Buffer(BufferCore):
         Work already launched keeps the bytes alive until it is done; new work is refused.
         Raises ParamInvalidError for a view and for a buffer freed before.
         """
-        self.device._executor.check()
+        self._keeper.check()
         if not self._whole:
             raise ParamInvalidError(
                 "buffer: expected the whole buffer, got a view of it; free the buffer it views",
@@ -253,14 +312,14 @@ class Buffer(BufferCore):
                 seen="a view",
             )
         array = self._live()
-        self.device._refuse_in_capture("free memory")
-        self.device._host_access(self, array, "w", "free")
+        self._keeper.refuse_in_capture("free memory")
+        self._keeper.host_access(self, array, "w", "free")
         self.storage.release()
         # Plans hold arrays of their own, so a freed buffer must not keep the bytes.  Arrays made
         # through the array interface hold nothing but this buffer: then it must.
         if not self._lent:
             self._array = stand_in(array)
-        self.device._memory_changed()
+        self._keeper.memory_changed()
 
     def host(
         self, mode: Literal["r", "w", "rw"] = "r"
@@ -275,7 +334,7 @@ class Buffer(BufferCore):
             raise ParamInvalidError(
                 f"mode: expected 'r', 'w' or 'rw', got {mode!r}", argument="mode", seen=mode
             )
-        return _HostUse(self, mode)
+        return _HostUse(self, self._keeper, mode)
 
     def numpy(self) -> npt.NDArray[Any]:
         """The memory as a numpy array, for good.
@@ -284,8 +343,8 @@ class Buffer(BufferCore):
         seen by the race check.  Prefer ``host``.
         """
         array = self._live()
-        self.device._refuse_in_capture("let the host use memory")
-        self.device._host_access(self, array, "w", "numpy")
+        self._keeper.refuse_in_capture("let the host use memory")
+        self._keeper.host_access(self, array, "w", "numpy")
         return array
 
     @property
@@ -324,27 +383,33 @@ class _HostUse:
     A class and no generator, so that the place of the access is the caller's own.
     """
 
-    __slots__ = ("_array", "_buffer", "_mode")
+    __slots__ = ("_array", "_buffer", "_keeper", "_mode")
 
-    def __init__(self, buffer: Buffer, mode: str) -> None:
+    def __init__(self, buffer: Buffer, keeper: Keeper, mode: str) -> None:
         self._buffer = buffer
+        self._keeper = keeper
         self._mode = mode
         self._array: npt.NDArray[Any] | None = None
 
     def __enter__(self) -> npt.NDArray[Any]:
         buffer = self._buffer
-        self._array = buffer._live()
-        buffer.device._refuse_in_capture("let the host use memory")
+        self._array = live_array(buffer)
+        self._keeper.refuse_in_capture("let the host use memory")
         seen = self._array.view()
         if self._mode == "r":
             seen.flags.writeable = False
-        buffer.device._host_access(buffer, self._array, self._mode, "host")
+        self._keeper.host_access(buffer, self._array, self._mode, "host")
         return seen
 
     def __exit__(self, *error: object) -> None:
         array, self._array = self._array, None
         if array is not None and not self._buffer.storage.freed:
-            self._buffer.device._host_access(self._buffer, array, self._mode, "host")
+            self._keeper.host_access(self._buffer, array, self._mode, "host")
+
+
+def live_array(buffer: Buffer) -> npt.NDArray[Any]:
+    """A buffer's array, for work of its device; ParamInvalidError when it was freed."""
+    return buffer._live()
 
 
 def stand_in(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -386,14 +451,15 @@ def element_type(dtype: object) -> tuple[str, np.dtype[Any]]:
 
 
 def allocate(
-    device: Device,
+    maker: Maker,
+    device: Any,
     shape: object,
     dtype: object,
     space: str,
     align: int,
     label: str | None = None,
 ) -> Buffer:
-    """A new buffer; see ``Device.empty``.  label: its name."""
+    """A new buffer of a device; see ``Device.empty``.  label: its name."""
     if label is not None and not isinstance(label, str):
         raise ParamInvalidError(
             f"name: expected a string or None, got {type(label).__name__}",
@@ -418,12 +484,12 @@ def allocate(
             seen=align,
         )
     wanted = math.prod(dims) * numpy_type.itemsize
-    ledger = device._ledgers[space]
+    ledger = maker.ledgers[space]
     if wanted >= 2**62 or not ledger.take(wanted):
         raise _exhausted(space, wanted, ledger.used, ledger.capacity)
     try:
-        base = device._take_bytes(space, wanted + align)
-        storage = Storage(ledger, device._key, space, wanted, base)
+        base = maker.take(space, wanted + align)
+        storage = Storage(ledger, maker.key, space, wanted, base)
     except BaseException as error:
         ledger.untake(wanted)
         if not isinstance(error, MemoryError) or isinstance(error, DeviceOutOfMemoryError):
@@ -435,9 +501,9 @@ def allocate(
     storage.origin = Origin(
         label or "", dims, name, space, int(base.ctypes.data) + start, row_bytes
     )
-    device._storages.add(storage)
-    device._memory_changed()
-    return device._buffer_class(device, storage, array, name, True)
+    maker.keep(storage)
+    maker.memory_changed()
+    return maker.buffer_class(maker, device, storage, array, name, True)
 
 
 def _dims(shape: object) -> tuple[int, ...]:
@@ -478,15 +544,18 @@ def space_of(x: object) -> str:
     return x.storage.space if isinstance(x, BufferCore) else PAGEABLE
 
 
-def array_of(x: object, argument: str, device: Device) -> npt.NDArray[Any]:
-    """The numpy array that shares the argument's memory; never a copy."""
+def array_of(x: object, argument: str, key: object) -> npt.NDArray[Any]:
+    """The numpy array that shares the argument's memory; never a copy.
+
+    key: of the device whose memory a buffer must be.
+    """
     if isinstance(x, Buffer):
-        if x.storage.owner is not device._key:
+        if x.storage.owner is not key:
             raise ParamInvalidError(
                 f"{argument}: expected memory of the stream's own device, got another device's",
                 argument=argument,
             )
-        return x._live()
+        return live_array(x)
     try:
         found = adopt.as_numpy(x, argument)
     except KVCoreError as error:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from kvcore.errors import BackendUnavailableError, ParamInvalidError
-from kvcore.runtime.driver import DRIVERS
+from kvcore.errors import ParamInvalidError
 from kvcore.runtime.profile import DeviceProfile
 
 __all__ = ["RaceMode", "Settings", "default_race_check", "one_of"]
@@ -50,7 +49,6 @@ class Settings:
     max_events: int
     workers: int
     seed: int | None
-    backend: str
 
     @classmethod
     def checked(
@@ -61,12 +59,11 @@ class Settings:
         race_check: object,
         trace: object,
         workers: object,
-        backend: object,
         seed: object,
         check_host: object,
         max_events: object,
     ) -> Settings:
-        """Raises ParamInvalidError or BackendUnavailableError; ``max_events`` 0: no trace."""
+        """Raises ParamInvalidError; ``max_events`` 0: no trace."""
         found = _profile(profile)
         clock = one_of("clock", clock, CLOCKS)
         if race_check is None:
@@ -81,14 +78,6 @@ class Settings:
             events = _whole("max_events", max_events, 1, 2**40)
         else:
             events = DEFAULT_MAX_EVENTS if trace else 0
-        if backend is not None and not (isinstance(backend, str) and backend == "cpu"):
-            known = ", ".join(map(repr, DRIVERS))
-            raise BackendUnavailableError(
-                f"backend: expected None, 'cpu' or {known}, got {backend!r}",
-                argument="backend",
-                seen=backend,
-                expected=(None, "cpu", *DRIVERS),
-            )
         if clock == "model" and found is None:
             raise ParamInvalidError(
                 "clock: expected 'wall' for a device without a profile, got 'model'; name a "
@@ -102,7 +91,7 @@ class Settings:
                 argument="check_host",
                 seen=check_host,
             )
-        return cls(found, clock, race_check, check_host, events, workers, seed, "cpu")
+        return cls(found, clock, race_check, check_host, events, workers, seed)
 
 
 def _profile(profile: object) -> DeviceProfile | None:

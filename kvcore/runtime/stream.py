@@ -5,21 +5,32 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, overload
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from kvcore.errors import ParamInvalidError, StreamError
-from kvcore.runtime._queue import Queue
+from kvcore.runtime._queue import Queue, StreamCore
 from kvcore.runtime.copies import Copy, Fill, Timed
-from kvcore.runtime.event import Event, failed
+from kvcore.runtime.event import Event
 from kvcore.runtime.external import ExternalEvent
+from kvcore.runtime.failures import failed, not_in_a_capture
 
 if TYPE_CHECKING:
     from kvcore.runtime._marks import Mark
-    from kvcore.runtime.device import Device
+    from kvcore.runtime.core import Core
 
-__all__ = ["Stream", "current_stream", "forget_streams", "set_current_stream", "use_stream"]
+__all__ = [
+    "Stream",
+    "Streams",
+    "current_stream",
+    "forget_streams",
+    "set_current_stream",
+    "use_stream",
+]
 
 MAX_COMPUTE_US = 1e12  # eleven days
 _NOTHING: tuple[object, ...] = ()
@@ -30,15 +41,16 @@ _RUNS_LATER = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GEN
 _CURRENT: ContextVar[tuple[Stream, ...]] = ContextVar("kvcore_current_stream", default=())
 
 
-class Stream(Queue):
+class Stream(StreamCore):
     """Work in launch order, one operation at a time; different streams run side by side.
 
     Launching never blocks and never awaits.  Everything launched keeps its arrays alive until it
-    is done.  Made by ``Device.stream``.
+    is done.  Made by ``Device.stream``.  ``queue`` is for the runtime's own modules.
     """
 
-    def __init__(self, device: Device, name: str, index: int) -> None:
-        self._bind(device._executor, name, index)
+    def __init__(self, core: Core, device: Any, queue: Queue) -> None:
+        self._bind(queue)
+        self._core = core
         self.device = device
 
     # -- work (``launch`` is in the compiled half)
@@ -49,14 +61,14 @@ class Stream(Queue):
         Raises ParamInvalidError at once for shapes or dtypes that differ, a read-only dst,
         memory freed or of another device.
         """
-        if not self.executor.is_open:
-            self.executor.check()
-        self._move(Copy(self.device, dst, src), (dst,), (src,))
+        if not self.queue.executor.is_open:
+            self.queue.executor.check()
+        self.queue.move(Copy(self._core, dst, src))
 
     def copy_batch(self, dsts: Sequence[object], srcs: Sequence[object]) -> None:
         """Copy srcs[i] over dsts[i] for all i, in order, as one operation."""
-        if not self.executor.is_open:
-            self.executor.check()
+        if not self.queue.executor.is_open:
+            self.queue.executor.check()
         try:
             sizes = (len(dsts), len(srcs))
         except TypeError:
@@ -69,17 +81,13 @@ class Stream(Queue):
                 seen=sizes[1],
                 expected=sizes[0],
             )
-        self._move(Copy.batch(self.device, dsts, srcs), dsts, srcs)
+        self.queue.move(Copy.batch(self._core, dsts, srcs))
 
     def fill(self, dst: object, value: Any) -> None:
         """Set every element of dst to one value of its type."""
-        if not self.executor.is_open:
-            self.executor.check()
-        self._move(Fill(self.device, dst, value), (dst,), (dst,))
-
-    def _move(self, plan: Copy | Fill, dsts: Sequence[object], srcs: Sequence[object]) -> None:
-        # A driver moves bytes in its own way, for which it asks whose they are.
-        self._launch_unchecked(plan)
+        if not self.queue.executor.is_open:
+            self.queue.executor.check()
+        self.queue.move(Fill(self._core, dst, value))
 
     def call(self, fn: Callable[..., object], *args: object) -> None:
         """Run fn(*args) in stream order, on a worker.
@@ -101,7 +109,7 @@ class Stream(Queue):
                 argument="fn",
                 seen=type(fn).__name__,
             )
-        self._call(fn, args)
+        self.queue.call(fn, args)
 
     def compute(
         self,
@@ -119,8 +127,8 @@ class Stream(Queue):
 
         On the model clock it holds the compute resource; on the wall clock no thread.
         """
-        if not self.executor.is_open:
-            self.executor.check()
+        if not self.queue.executor.is_open:
+            self.queue.executor.check()
         good = isinstance(us, int | float) and not isinstance(us, bool)
         if not good or not 0 <= us <= MAX_COMPUTE_US:
             raise ParamInvalidError(
@@ -130,9 +138,9 @@ class Stream(Queue):
             )
         target: object = str(name)
         if reads is not _NOTHING or writes is not _NOTHING:
-            target = Timed(self.device, str(name), reads, writes)
-            self.executor.admission.check(target)
-        self._timer(us, target)
+            target = Timed(self._core, str(name), reads, writes)
+            self.queue.executor.admission.check(target)
+        self.queue.timer(us, target)
 
     async def run(self, plan: Any) -> None:
         """Launch a plan and wait until it is done.
@@ -141,8 +149,8 @@ class Stream(Queue):
         """
         self._may_wait("wait for work")
         self.launch(plan)
-        mark = self.mark()
-        await self.device._host.wait(mark)
+        mark = self.queue.mark()
+        await self._core.waiting.until((mark,))
         self._finish(mark, always=True)
 
     # -- order
@@ -154,11 +162,11 @@ class Stream(Queue):
     def record_event(self, event: Event | ExternalEvent | None = None) -> Event | ExternalEvent:
         """Record an event (a new one by default) behind everything launched here."""
         if event is None:
-            event = self.device._event_class(self.device)
+            event = Event(self._core, self.device)
         elif isinstance(event, ExternalEvent):
             event.record(self)
             return event
-        self._record(_event(event))
+        self.queue.record(_event(event))
         return event
 
     def wait_event(self, event: Event | ExternalEvent) -> None:
@@ -170,7 +178,7 @@ class Stream(Queue):
         if isinstance(event, ExternalEvent):
             event.wait(self)
         else:
-            self._wait(_event(event))
+            self.queue.wait(_event(event))
 
     def wait_stream(self, stream: Stream) -> None:
         """Hold back what is launched from here on until all that the other stream has is done."""
@@ -180,9 +188,9 @@ class Stream(Queue):
                 argument="stream",
                 seen=type(stream).__name__,
             )
-        event = self.device._event_class(self.device)
-        stream._record(event)
-        self._wait(event)
+        event = Event(self._core, self.device)
+        stream.queue.record(event)
+        self.queue.wait(event)
 
     def query(self) -> bool:
         """True when everything launched here is done.
@@ -191,8 +199,8 @@ class Stream(Queue):
         clock each query takes some of the host's time.
         """
         self._may_wait("query a stream")
-        mark = self.mark()
-        if not self.device._host.finds(mark):
+        mark = self.queue.mark()
+        if not self._core.driver.look(mark):
             return False
         self._finish(mark, always=False)
         return True
@@ -205,18 +213,21 @@ class Stream(Queue):
         before that moment does not run.  Raises RaceError (``race_check="raise"``).
         """
         self._may_wait("synchronise")
-        mark = self.mark()
-        await self.device._host.wait(mark)
+        mark = self.queue.mark()
+        await self._core.waiting.until((mark,))
         self._finish(mark, always=False)
 
-    def synchronize_blocking(self) -> None:
-        """The same, holding this thread.
+    def synchronize_blocking(self, timeout_s: float | None = None) -> None:
+        """``synchronize``, holding this thread.
 
         Works on an event loop's own thread (workers never need the loop) and without a loop.
+        timeout_s: seconds after which to wait no longer; StreamError then (with code 507046 on an
+        NPU), and the work goes on.  ParamInvalidError for what are no seconds.
         """
+        seconds = None if timeout_s is None else _seconds(timeout_s)
         self._may_wait("synchronise")
-        mark = self.mark()
-        self.device._host.wait_blocking(mark)
+        mark = self.queue.mark()
+        self._core.driver.wait_for(mark, seconds)
         self._finish(mark, always=False)
 
     async def drain(self) -> None:
@@ -228,42 +239,43 @@ class Stream(Queue):
         the work.  Raises StreamError inside a host function of the device.
         """
         while (mark := self._last_mark()) is not None:
-            await self.device._host.wait_for_bytes(mark)
+            await self._core.waiting.until((mark,), timed=False)
             if not mark.dropped:  # what runs while the device is being left is not
                 return
 
     def drain_blocking(self) -> None:
         """``drain``, holding this thread."""
         while (mark := self._last_mark()) is not None:
-            self.device._host.block_for_bytes(mark)
+            self._core.driver.wait_for(mark, timed=False)
             if not mark.dropped:
                 return
 
     def _last_mark(self) -> Mark | None:
         """A mark behind what was launched; None when this process has nothing left to run."""
-        if self.device._closed or self.executor.is_forked:
+        executor = self.queue.executor
+        if self._core.closed or executor.is_forked:
             return None
-        if self.executor.inside():
-            self.executor.check()  # a host function would wait for itself: an error
-        return self.mark()
+        if executor.inside():
+            executor.check()  # a host function would wait for itself: an error
+        return self.queue.mark()
 
     @property
     def is_capturing(self) -> bool:
         """True while launches are recorded into a graph."""
-        return self.capture is not None
+        return self.queue.capture is not None
 
     def _may_wait(self, what: str) -> None:
-        self.executor.check()
-        if self.capture is not None:
-            raise self.device._capture_error(f"stream {self.name!r}", what)
+        self.queue.executor.check()
+        if self.queue.capture is not None:
+            raise not_in_a_capture(f"stream {self.name!r}", what)
 
     def _finish(self, mark: Mark, *, always: bool) -> None:
-        self.device._host_reached(mark)
+        self._core.host_reached(mark)
         failure = mark.failure
-        if failure is not None and (self._told(failure) or always):
-            self.executor.tell(failure)
+        if failure is not None and (self.queue.told(failure) or always):
+            self._core.executor.tell(failure)
             raise failed(failure, f"stream {self.name!r}")
-        self.device._raise_races()
+        self._core.raise_races()
 
     def __repr__(self) -> str:
         state = "failed" if self.failure is not None else "idle" if self.idle else "busy"
@@ -278,6 +290,79 @@ def _event(event: object) -> Event:
             seen=type(event).__name__,
         )
     return event
+
+
+def _seconds(timeout_s: object) -> float | None:
+    """A time to wait; None for ever."""
+    seconds = math.nan
+    if isinstance(timeout_s, Real) and not isinstance(timeout_s, bool):
+        with contextlib.suppress(OverflowError):  # an int that no float can be
+            seconds = float(timeout_s)
+    if not seconds >= 0:
+        raise ParamInvalidError(
+            f"timeout_s: expected seconds that are not negative, or None, got {timeout_s!r}",
+            argument="timeout_s",
+            seen=timeout_s,
+            expected="seconds that are not negative, or None",
+        )
+    return None if seconds == math.inf else seconds
+
+
+class Streams:
+    """The streams of one device."""
+
+    def __init__(self, core: Core, device: Any) -> None:
+        self._core = core
+        # (what makes a device's streams must not keep the device; each stream does)
+        self._device = weakref.ref(device)
+        self.all: list[Stream] = []
+        self._names: dict[str, int] = {}
+        self._sides: weakref.WeakKeyDictionary[Queue, list[Stream]] = weakref.WeakKeyDictionary()
+        self._default: Stream | None = None
+        core.default_queue = self._default_queue
+
+    def new(self, name: str) -> Stream:
+        """A new stream; a name that is taken gets a number behind it."""
+        core = self._core
+        with core.lock:
+            index = len(self.all) + 1  # 0 is the host
+            n = self._names[name] = self._names.get(name, 0) + 1
+            unique = name if n == 1 else f"{name}#{n}"
+            device = self._device()
+            queue = Queue(core.executor, unique, index, device)
+            queue.attach(core.driver.lane(queue))
+            core.queues.append(queue)
+            stream = Stream(core, device, queue)
+            self.all.append(stream)
+            if core.race is not None:
+                core.race.lane(index, unique)
+            if core.trace is not None:
+                core.trace.names[index] = unique
+        return stream
+
+    @property
+    def default(self) -> Stream:
+        """The stream used where none is named, made when it is first asked for."""
+        if self._default is None:
+            with self._core.lock:
+                if self._default is None:
+                    self._default = self.new("default")
+        return self._default
+
+    @property
+    def has_default(self) -> bool:
+        """Whether the default stream was ever asked for."""
+        return self._default is not None
+
+    def _default_queue(self) -> Queue:
+        return self.default.queue
+
+    def sides(self, queue: Queue, n: int) -> list[Queue]:
+        """Queues of hidden streams, for the forks of graphs replayed on a stream."""
+        sides = self._sides.setdefault(queue, [])
+        while len(sides) < n:
+            sides.append(self.new(f"{queue.name}/fork{len(sides) + 1}"))
+        return [side.queue for side in sides[:n]]
 
 
 @contextlib.contextmanager
@@ -297,7 +382,15 @@ def use_stream(stream: Stream) -> Iterator[Stream]:
         _CURRENT.set(before)
 
 
-def current_stream(device: Device | None = None) -> Stream:
+class _HasStreams(Protocol):
+    """What a device has for ``current_stream``."""
+
+    @property
+    def default_stream(self) -> Stream:
+        """The stream used where none is named."""
+
+
+def current_stream(device: _HasStreams | None = None) -> Stream:
     """The stream in use in this task.
 
     With a device: the innermost of that device, or its default stream.  Without: the innermost
@@ -306,7 +399,7 @@ def current_stream(device: Device | None = None) -> Stream:
     streams = _CURRENT.get()
     if device is None:
         if streams:
-            streams[-1].device._check_process()
+            streams[-1].queue.executor.check_process()
             return streams[-1]
         raise StreamError(
             "stream: expected a stream in use, got none; "
@@ -320,9 +413,9 @@ def current_stream(device: Device | None = None) -> Stream:
             argument="device",
             seen=type(device).__name__,
         )
-    device._check_process()
     for stream in reversed(streams):
         if stream.device is device:
+            stream.queue.executor.check_process()
             return stream
     return device.default_stream
 
@@ -332,11 +425,11 @@ def set_current_stream(stream: Stream) -> None:
 
     The end of a surrounding ``use_stream`` block gives back what was current before that block.
     """
-    stream.device._check_process()
+    stream.queue.executor.check_process()
     forget_streams(stream.device)
     _CURRENT.set((*_CURRENT.get(), stream))
 
 
-def forget_streams(device: Device) -> None:
+def forget_streams(device: Any) -> None:
     """No stream of this device is the current one in this task any more."""
     _CURRENT.set(tuple(stream for stream in _CURRENT.get() if stream.device is not device))

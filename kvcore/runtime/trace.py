@@ -105,6 +105,10 @@ class Trace:
 
     # -- what the device tells; its lock is held
 
+    def opened(self, origin: float) -> None:
+        """Times count from here on: seconds of ``time.monotonic``."""
+        self._origin = origin
+
     def ran(self, queue: Queue, op: Op) -> None:
         """An operation on the wall clock."""
         nbytes = getattr(op.target, "bytes_moved", 0) if op.is_work else 0

@@ -119,7 +119,7 @@ class Streams:
         if self._device is None or self.closed:
             return
         if self._device.awaits_external:
-            self._device._raise_races()
+            self._device.driver.core.raise_races()
         else:
             self._device.synchronize_blocking()
 

@@ -19,7 +19,8 @@ import kvcore
 from kvcore.errors import KVCoreError
 from kvcore.npu.call import launch
 from kvcore.npu.cann import library
-from kvcore.npu.driver.stream import AclStream
+from kvcore.npu.driver.flight import Flight
+from kvcore.npu.driver.lane import AclLane
 
 __all__ = ["anyio_backend", "npu"]
 
@@ -84,13 +85,13 @@ def test_a_failure_that_another_thread_finds_first(
     npu: Double, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The queue has let the work pass, and then the stream is lost: it must not run behind."""
-    lost: list[AclStream] = []
-    using = AclStream._using
+    lost: list[kvcore.Stream] = []
+    using = Flight.using
 
-    def meanwhile(self: AclStream, losses: int) -> Any:
-        if self.name == "s" and not lost:
-            lost.append(self)
-            self._lose(kvcore.StreamError("found by another thread"))
+    def meanwhile(self: Flight, losses: int) -> Any:
+        if self is stream.queue.lane.flight and not lost:
+            lost.append(stream)
+            stream.queue.lane.lose(kvcore.StreamError("found by another thread"))
         return using(self, losses)
 
     with kvcore.Device(backend="aclnn") as dev:
@@ -105,7 +106,7 @@ def test_a_failure_that_another_thread_finds_first(
         host.numpy()[...] = 3
         stream.fill(there, 7)
         stream.synchronize_blocking()
-        monkeypatch.setattr(AclStream, "_using", meanwhile)
+        monkeypatch.setattr(Flight, "using", meanwhile)
         launches[kind]()
         with pytest.raises(kvcore.StreamError, match="found by another thread"):
             stream.synchronize_blocking()
@@ -418,23 +419,25 @@ async def test_a_stream_at_rest_behind_a_failure_that_no_event_can_tell(
 
 def test_two_failures_that_meet_on_a_stream(npu: Double, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the hardware, which one thread finds while a launch is refused: a wait tells."""
-    using = AclStream._using
+    using = Flight.using
+    lanes: list[AclLane] = []
 
-    def meanwhile(self: AclStream, losses: int) -> Any:
-        if self.name == "s" and not self.losses:
-            self._lose(kvcore.StreamError("found by another thread"))
+    def meanwhile(self: Flight, losses: int) -> Any:
+        if lanes and self is lanes[0].flight and not self.losses:
+            lanes.pop().lose(kvcore.StreamError("found by another thread"))
             raise kvcore.StreamError("refused")
         return using(self, losses)
 
     with kvcore.Device(backend="aclnn") as dev:
         stream, there, host = work(dev)
         stream.copy(there, host)
-        before = stream.mark()
+        before = stream.queue.mark()
         while before.position.ready.pending:
             pass
-        monkeypatch.setattr(AclStream, "_using", meanwhile)
+        lanes.append(stream.queue.lane)
+        monkeypatch.setattr(Flight, "using", meanwhile)
         stream.copy(there, host)
-        while not stream._rests():
+        while not stream.queue.lane.rests:
             pass
         assert before.failed
         with pytest.raises(kvcore.StreamError, match="found by another thread"):

@@ -8,6 +8,7 @@ what stands in for what an NPU has not (``stand_ins``).
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 import pytest
 import stand_ins
@@ -16,6 +17,8 @@ from device_fixtures import clock, npu, npus
 from double.direct import Double
 from reruns import taken_over
 from stand_ins import addresses
+
+import kvcore
 
 __all__ = ["addresses", "clock", "npu", "npus"]
 
@@ -97,6 +100,11 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "plain_arrays_need_a_device_without_a_profile": NO_PROFILE,
     },
     "enter": {},
+    "driver": {
+        "a_driver_opens_and_closes_once_and_gets_its_memory_back": "of the driver in memory",
+        "what_closing_complains_of_is_raised": "of the driver in memory",
+        "what_only_the_model_has_is_refused": "of the driver in memory",
+    },
     "native_cancel": {
         "ctrl_c": "a process of its own, on the CPU",
         "a_device_that_is_never_left_goes_with_its_workers": "handles of the driver are left open",
@@ -120,9 +128,16 @@ USES = {
     "hostile": "times sight",
     "operators": "sight",
     "enter": "",
+    "driver": "sight",
     "native_cancel": "plans sight",
     "shield": "",
 }
+
+
+@pytest.fixture
+def make() -> Callable[[], kvcore.Device]:
+    """What the tests of every driver take as a parameter."""
+    return lambda: kvcore.Device(backend="aclnn")
 
 
 @pytest.fixture

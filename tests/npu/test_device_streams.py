@@ -64,7 +64,7 @@ def test_copies_of_all_ways(npu: Double, to: str, source: str) -> None:
 @pytest.mark.parametrize("batch", [True, False])
 def test_a_batch_of_pieces(npu: Double, monkeypatch: pytest.MonkeyPatch, batch: bool) -> None:
     with kvcore.Device(backend="aclnn") as dev:
-        dev._batches = batch
+        dev.driver.batches = batch
         stream = dev.stream()
         cache = dev.empty((8, 10, 4), "float32")
         rows = pinned(dev, np.arange(32, dtype=np.float32).reshape(8, 4))
@@ -147,7 +147,7 @@ def test_a_program_that_never_waits_holds_little(npu: Double) -> None:
         while not stream.query():
             pass
         assert npu.num_calls("aclrtRecordEvent") > 5
-        assert not stream._flight
+        assert not stream.queue.lane.flight
 
 
 @pytest.mark.parametrize("anyio_backend", ["trio"])  # (the double has a thread a stream)

@@ -384,11 +384,11 @@ def test_ctrl_c_in_a_blocking_leave(
         engine = world.engine
         world.begin()
 
-        def interrupted(*_: object) -> None:
+        def interrupted(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(dev._host, "wait_blocking", interrupted)
+            patch.setattr(dev.driver, "wait_for", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.preempt_blocking("a")
         assert engine.leaving == ("a",)

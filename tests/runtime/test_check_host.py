@@ -211,7 +211,7 @@ def test_correct_programs_are_left_alone(
         ) as dev:
             program(dev)
         assert dev.races == ()
-        race = dev._race
+        race = dev._core.race
         assert race is not None
         assert not race._summed
         assert not race._unknown

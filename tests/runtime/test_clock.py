@@ -270,7 +270,7 @@ def test_memory_of_the_model_is_bounded() -> None:
             event.record(a)
             b.wait_event(event)
             b.compute(5)
-        assert len(dev._clock.heap) < 10
+        assert len(dev._core.clock.heap) < 10
 
 
 def test_the_wall_clock_goes_on() -> None:

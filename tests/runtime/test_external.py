@@ -284,7 +284,7 @@ async def test_late_clocks_do_not_pile_up() -> None:
             a.launch(plan)
             event.record(b)
         await dev.synchronize()
-        assert len(dev._race.lanes[a.index].late) <= 1
+        assert len(dev._core.race.lanes[a.index].late) <= 1
 
 
 async def test_bad_input() -> None:

@@ -132,7 +132,7 @@ async def test_what_was_launched_before_the_host_was_told_does_not_run(clock: st
         late, fresh = FakePlan(), FakePlan()
         stream.launch(late)  # the only worker is held, so this is not looked at yet
         event = stream.record_event()
-        assert stream._told(None)
+        assert stream.queue.told(None)
         stream.launch(fresh)
         gate.open()
         await stream.synchronize()

@@ -101,7 +101,7 @@ def test_loops_leave_nothing_open(anyio_backend: str) -> None:
         for _ in range(30):
             anyio.run(wait, stream, backend=anyio_backend)
         gc.collect()
-        assert len(dev._host._bells) <= 3
+        assert dev._core.waiting.num_loops <= 3
 
 
 def test_python_ends_inside_a_block_of_a_generator() -> None:

@@ -348,7 +348,7 @@ def test_a_device_that_is_never_left_goes_with_its_workers(
     stream = dev.stream()
     stream.launch(FakePlan())
     stream.synchronize_blocking()
-    buffer, ledger = dev.empty(10), dev._ledgers["device"]
+    buffer, ledger = dev.empty(10), dev._core.ledgers["device"]
     stream.fill(buffer, 1)
     stream.synchronize_blocking()
     threads = workers()
@@ -503,7 +503,7 @@ def test_what_ends_the_leaving_of_a_plain_block_at_once(
     dev = device(clock)
     interrupts = 1 if inside == "block" else 2
 
-    def wait(*_: object) -> None:
+    def wait(*_: object, **__: object) -> None:
         nonlocal interrupts
         interrupts -= 1
         assert interrupts >= 0
@@ -512,10 +512,10 @@ def test_what_ends_the_leaving_of_a_plain_block_at_once(
     with pytest.raises(KeyboardInterrupt), dev:
         buffer, running = dev.empty(10), Running(dev.stream())
         running.entered.wait(50)
-        monkeypatch.setattr(dev._host, "wait_blocking", wait)
-        monkeypatch.setattr(dev._host, "block_for_bytes", wait)
+        monkeypatch.setattr(dev.driver, "wait_for", wait)
+        life = dev._life
         monkeypatch.setattr(
-            dev, "_drop", lambda drop=dev._drop: (drop(), interrupts or monkeypatch.undo())
+            life, "drop", lambda drop=life.drop: (drop(), interrupts or monkeypatch.undo())
         )
         if inside == "block":
             raise ZeroDivisionError

@@ -477,7 +477,7 @@ async def test_failed_and_skipped_work_touches_nothing(clock: str) -> None:
         b.fill(buffer, 2)
         with pytest.raises(kvcore.StreamError):
             await dev.synchronize()
-        assert not dev._race.in_flight
+        assert not dev._core.race.in_flight
 
 
 async def test_tasks_share_one_host(clock: str) -> None:
@@ -506,7 +506,7 @@ def test_the_shadow_is_bounded() -> None:
     with device(race_check="raise") as dev:
         a, b = dev.stream(), dev.stream()
         one, two = dev.empty((64, 64)), dev.empty((64, 64))
-        race = dev._race
+        race = dev._core.race
         race.next_sweep = 512
         for i in range(4000):
             a.fill(one[i % 64], 1)
@@ -524,5 +524,5 @@ def test_the_shadow_is_bounded() -> None:
 def test_off_watches_nothing() -> None:
     with device() as dev:
         store_without_waiting(dev, False)
-        assert dev._executor.observer is None
+        assert dev._core.executor.observer is None
     assert dev.races == dev.race_remarks == ()

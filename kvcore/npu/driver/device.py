@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device whose queues, events and memory are an NPU's.
+"""The driver of a device whose queues, events and memory are an NPU's.
 
 Opening and closing
 -------------------
@@ -24,7 +24,8 @@ import contextlib
 import ctypes
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,145 +39,206 @@ from kvcore.errors import (
     fail,
 )
 from kvcore.npu.cann import constants, library
-from kvcore.npu.driver.graph import AclCapture, Models
+from kvcore.npu.driver.graph import NEEDED, AclProgram, Models
 from kvcore.npu.driver.handles import Handles, bare
-from kvcore.npu.driver.memory import AclBuffer, Heap
-from kvcore.npu.driver.records import AclEvent, Events, Record, record_of
-from kvcore.npu.driver.stream import AclStream
+from kvcore.npu.driver.lane import AclLane
+from kvcore.npu.driver.memory import AclBuffer, Heap, end_all
+from kvcore.npu.driver.records import Events, Record, record_of
 from kvcore.npu.driver.turns import Turns
-from kvcore.npu.driver.watch import AclHost
-from kvcore.runtime._marks import Failure
-from kvcore.runtime.device import Device
-from kvcore.runtime.external import never_recorded
-from kvcore.runtime.memory import DEFAULT_ALIGNMENT, Buffer, allocate, refuse
+from kvcore.npu.driver.watch import Watch
+from kvcore.runtime.abc import Driver
+from kvcore.runtime.memory import Buffer
 from kvcore.runtime.profile import SHIPPED, DeviceProfile
 
 if TYPE_CHECKING:
-    from kvcore.runtime._marks import Mark
-    from kvcore.runtime.settings import RaceMode
-    from kvcore.runtime.stream import Stream
+    from kvcore.runtime._marks import Failure, Mark
+    from kvcore.runtime._queue import Queue
+    from kvcore.runtime.abc import Program, Step
+    from kvcore.runtime.bell import Waitable
+    from kvcore.runtime.core import Core
 
-__all__ = ["AclDevice"]
+__all__ = ["AclDriver"]
 
 #: Seconds that an allocation waits for work that holds memory, when there is no other.
 RECLAIM_S = 0.2
 
 
-class AclDevice(Device):
-    """One NPU; use it as any ``kvcore.Device``, of which it is one.
+class AclDriver(Driver):
+    """One NPU, for ``Device(backend="aclnn")``, or "aclnn:n" for device n.
 
-    profile: None, or what the NPU must be ("A2", "A3", "950", a DeviceProfile): ParamInvalidError
-             for another SoC.  A profile's capacity is kept to when it is less than the NPU's.
-    backend: "aclnn", or "aclnn:n" for device n.
-    clock:   "wall" alone.
-
-    Raises BackendUnavailableError, saying why, where there is no NPU.
+    cann:       the library.  device_id: which of its devices.
+    handles, rings: streams of the program's work, and of the host that waits.
+    lanes:      one a stream.  held: those whose queue waits for a host function.
+    doomed:     records behind a failure that wait for what was before it.
+    batches:    whether copies of many pieces go as one call.
+    buffers:    all that live.
+    failed:     the hardware has failed once: what closing complains of is no news.
+    complaints: what went wrong when things were given back.
     """
 
-    _stream_class = AclStream
-    _event_class = AclEvent
-    _buffer_class = AclBuffer
+    name = "aclnn"
+    buffer_class = AclBuffer
 
-    def __init__(
-        self,
-        profile: str | DeviceProfile | None = None,
-        *,
-        clock: Literal["wall", "model"] = "wall",
-        race_check: RaceMode | None = None,
-        trace: bool = False,
-        workers: int = 2,
-        backend: str | None = "aclnn",
-        seed: int | None = None,
-        check_host: bool = False,
-        max_events: int | None = None,
-    ) -> None:
-        if isinstance(clock, str) and clock == "model":  # whatever else is no clock, super says
+    cann: library.Cann
+
+    def __init__(self, backend: str = "aclnn") -> None:
+        self._backend = backend
+        self._total: int | None = None
+        self.turns = Turns()
+        self.lanes: list[AclLane] = []
+        self.buffers: weakref.WeakSet[AclBuffer] = weakref.WeakSet()
+        self.held: set[AclLane] = set()
+        self.doomed: set[Record] = set()
+        self.failed = False
+        self.complaints: list[KVCoreError] = []
+
+    # -- life
+
+    def accept(self, profile: Any, clock: str) -> str | DeviceProfile | None:
+        """The profile of the SoC that is there; None asks for whatever that is.
+
+        Raises ParamInvalidError for the model clock and another SoC's profile, and
+        BackendUnavailableError, saying why, where there is no NPU.
+        """
+        if isinstance(clock, str) and clock == "model":  # whatever else is no clock, others say
             raise ParamInvalidError(
                 "clock: expected 'wall' on backend 'aclnn', got 'model'; an NPU keeps its own time",
                 argument="clock",
                 seen=clock,
                 expected="wall",
             )
-        device_id = _device_id(backend)
-        self._cann = cann = _cann()
+        device_id = _device_id(self._backend)
+        self.cann = cann = _cann()
         self.device_id = device_id
         if not device_id < cann.device_count():
             raise BackendUnavailableError(
                 f"backend: expected a device from 0 to {cann.device_count() - 1}, got {device_id}",
                 argument="backend",
-                seen=backend,
+                seen=self._backend,
             )
-        super().__init__(
-            _profile(profile, cann.soc().name),
-            clock=clock,
-            race_check=race_check,
-            trace=trace,
-            workers=workers,
-            seed=seed,
-            check_host=check_host,
-            max_events=max_events,
-        )
-        self.backend = "aclnn"
-        self._executor.admission.refuse = self._refuse
-        self._host: AclHost = AclHost(self)
-        self._handles = Handles(cann, device_id)
-        self._rings = Handles(cann, device_id)
-        self._events = Events(cann)
-        self._models = Models(cann, self._events)
-        self._turns = Turns()
-        self._heap = Heap(cann, device_id)
-        self._buffers: weakref.WeakSet[AclBuffer] = weakref.WeakSet()
-        #: Streams whose queue waits for a host function.
-        self._held: set[AclStream] = set()
-        #: Records behind a failure that wait for what was before it.
-        self._doomed: set[Record] = set()
-        self._batches = bool(cann.has("aclrtMemcpyBatchAsync"))
-        #: The hardware has failed once: what closing complains of is no news.
-        self._failed = False
-        self._close_errors: list[KVCoreError] = []
+        return _profile(profile, cann.soc().name)
 
-    def _bind(self) -> library.OnDevice:
-        """``with device._bind():`` gives this thread the device for the block."""
-        return self._cann.on_device(self.device_id)
+    def attach(self, core: Core) -> None:
+        """Make the books of handles and memory; nothing is taken yet."""
+        super().attach(core)
+        cann, device_id = self.cann, self.device_id
+        self.watch = Watch(self)
+        self.handles = Handles(cann, device_id)
+        self.rings = Handles(cann, device_id)
+        self.events = Events(cann)
+        self.models = Models(cann, self.events)
+        self.heap = Heap(cann, device_id)
+        self.batches = bool(cann.has("aclrtMemcpyBatchAsync"))
 
-    def _open(self) -> None:
-        if not self._entered and not self._executor.is_forked:
-            with self._bind():
-                total = self._free_and_total()[1]
-                ledger = self._ledgers["device"]
-                ledger.capacity = total if ledger.capacity < 0 else min(ledger.capacity, total)
-        super()._open()
+    def bind(self) -> library.OnDevice:
+        """``with driver.bind():`` gives this thread the device for the block."""
+        return self.cann.on_device(self.device_id)
 
-    # -- streams
+    def open(self) -> None:
+        """Ask the NPU how much memory it has."""
+        with self.bind():
+            self._total = self._free_and_total()[1]
 
-    def _direct_stream(self) -> int:
+    def forked(self) -> None:
+        """In a forked child: the watch is not here."""
+        self.watch.abandon()
+
+    def close(self) -> Sequence[KVCoreError]:
+        """Give everything back, what uses before what is used."""
+        self.watch.stop()
+        with self.cann.on_device(self.device_id, giving_back=True):
+            errors = self.complaints
+            errors += self.handles.settle()
+            errors += self.models.close()
+            for lane in self.lanes:
+                lane.flight.end()
+            errors += self.handles.close()
+            errors += self.rings.close(forced=True)
+            errors += self.events.close()
+            end_all(list(self.buffers))
+            self.core.release_memory()
+            errors += self.heap.close()
+        for failure in (*self.core.executor.failures, *[q.failure for q in self.core.queues]):
+            if failure is not None:
+                bare(failure.cause)
+        return () if self.failed else errors
+
+    # -- streams and completion
+
+    def lane(self, queue: Queue) -> AclLane:
+        """A lane with a stream of its own on the NPU."""
+        lane = AclLane(self, queue)
+        self.lanes.append(lane)
+        return lane
+
+    def direct_stream(self) -> int:
         """The handle for an operator that is called, not launched, with arrays of this device."""
-        if self._default is None:  # (a worker may be who asks)
-            self._default = self._new_stream("default")
-        stream = self._default
-        assert isinstance(stream, AclStream)
-        stream.shared = True
-        return stream.handle
+        lane: AclLane = self.core.default_queue().lane  # (a worker may be who asks)
+        lane.shared = True
+        return lane.flight.handle
 
-    def capture(self, stream: Stream) -> AclCapture:
-        """``async with device.capture(stream) as graph:``; see ``kvcore.Device.capture``.
+    def until(self, marks: Sequence[Mark], *, timed: bool = True) -> Iterator[Waitable]:
+        """Rings of the hardware, and the watch."""
+        return self.watch.until(marks)
 
-        The graph becomes one of the NPU's when the block ends; BackendUnavailableError ("not in
-        this CANN") where aclmdlRI* is missing.  Host functions cannot be captured.
-        """
-        self._executor.check()
-        return AclCapture(self, self._own(stream))
+    def wait_for(self, mark: Mark, seconds: float | None = None, *, timed: bool = True) -> None:
+        """By the hardware's own waits, a slice of time after the other."""
+        self.watch.wait_for(mark, seconds)
+
+    def look(self, mark: Mark) -> bool:
+        """By asking for the mark's event."""
+        return self.watch.look(mark)
+
+    def reached(self) -> None:
+        """Free what only the work held."""
+        with self.bind():
+            self.heap.collect()
+
+    def give_up(self, mark: Mark, failure: Failure | None) -> None:
+        """Resolve the mark's record, which tells the lanes that wait for it."""
+        if failure is not None:
+            self.core.executor.failures.append(failure)
+        record_of(self.core.executor, mark).resolve(failure, dropped=failure is None)
+
+    def time_of(self, mark: Mark) -> float | None:
+        """When the host learnt of it."""
+        self.look(mark)  # nobody may have asked the hardware yet
+        return super().time_of(mark)
+
+    def elapsed(self, start: Mark, end: Mark) -> float:
+        """By the NPU's clock."""
+        handles = [_timed(start, "event"), _timed(end, "other")]
+        with self.bind():
+            found = ctypes.c_float()
+            self.cann.aclrtEventElapsedTime(ctypes.byref(found), *handles)
+            return found.value
+
+    def begin_capture(self) -> None:
+        """BackendUnavailableError ("not in this CANN") where aclmdlRI* is missing."""
+        for name in NEEDED:
+            if not self.cann.has(name):
+                getattr(self.cann, name)  # raises: it is not in this CANN
+
+    def capture(self, steps: Sequence[Step], queues: Sequence[Queue]) -> Program:
+        """A graph of the NPU's own."""
+        with self.bind():
+            return AclProgram(self, steps, queues)
 
     # -- memory
 
+    def capacity(self, space: str) -> int | None:
+        """What the NPU has, once it is opened."""
+        return self._total if space == "device" else None
+
     def _free_and_total(self) -> tuple[int, int]:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        self._cann.aclrtGetMemInfo(constants.ACL_HBM_MEM, ctypes.byref(free), ctypes.byref(total))
+        self.cann.aclrtGetMemInfo(constants.ACL_HBM_MEM, ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
 
-    def _take_bytes(self, space: str, nbytes: int) -> npt.NDArray[np.uint8]:
-        with self._bind():
-            heap = self._heap
+    def take(self, space: str, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Memory of CANN's; waits a little for work that holds some when there is no other."""
+        with self.bind():
+            heap = self.heap
             heap.collect()
             try:
                 return heap.take(space, nbytes)
@@ -190,13 +252,13 @@ class AclDevice(Device):
     def _reclaim(self) -> None:
         """Give the work under way a little time, and free what only that held."""
         end = time.monotonic() + RECLAIM_S
-        for stream in self._streams:
+        for lane in list(self.lanes):
             # A worker must not wait for the queue that it is in.
-            if isinstance(stream, AclStream) and not (stream.idle or self._executor.inside()):
+            if not (lane.idle or self.core.executor.inside()):
                 with contextlib.suppress(KVCoreError):
-                    self._host.wait_blocking(stream.mark(), max(0.0, end - time.monotonic()))
-        with self._bind():
-            self._heap.trim()
+                    self.watch.wait_for(lane.mark(), max(0.0, end - time.monotonic()))
+        with self.bind():
+            self.heap.trim()
 
     def _exhausted(
         self, space: str, wanted: int, cause: DeviceOutOfMemoryError
@@ -213,20 +275,14 @@ class AclDevice(Device):
         error.wanted, error.free, error.total = wanted, free, total
         return error
 
-    def _scratch(self, space: str, nbytes: int) -> npt.NDArray[np.uint8]:
+    def scratch(self, space: str, nbytes: int) -> npt.NDArray[np.uint8]:
         """Memory of an operation under way: it goes with its last array."""
         if space == "host":
-            return self._heap.staging(nbytes)
-        return self._take_bytes(space, nbytes)
+            return self.heap.staging(nbytes)
+        return self.take(space, nbytes)
 
-    def _result(self, shape: Any, dtype: str) -> AclBuffer:
-        """Memory that an operator returns; a worker may ask for it."""
-        found = allocate(self, shape, dtype, "device", DEFAULT_ALIGNMENT)
-        assert isinstance(found, AclBuffer)
-        return found
-
-    def _refuse(self, argument: str, owner: object) -> None:
-        """Raise for an argument that a kernel here must not touch."""
+    def refuse(self, argument: str, owner: object) -> None:
+        """Raise for memory that a kernel here must not touch; tensors of this NPU it may."""
         if not isinstance(owner, Buffer) and getattr(owner, "is_npu", False) is True:
             # A tensor of torch_npu: the operators look at the rest themselves.
             number = getattr(owner, "device", None)
@@ -234,69 +290,18 @@ class AclDevice(Device):
             if number != self.device_id:
                 fail(argument, f"memory of NPU {self.device_id}", f"memory of NPU {number}")
             return
-        refuse(self._key, argument, owner)
+        super().refuse(argument, owner)
 
-    def _host_reached(self, mark: Mark) -> None:
-        super()._host_reached(mark)
-        with self._bind():
-            self._heap.collect()
 
-    def _time_of(self, mark: Mark) -> float | None:
-        if mark.graph is None:
-            self._host.finds(mark)  # nobody may have asked the hardware yet
-        return super()._time_of(mark)
-
-    # -- the end
-
-    def _break_promises(self, *, fail: bool) -> None:
-        for mark in self._promises.take():
-            self._break_promise(
-                mark, Failure(never_recorded(), "none", "wait_event") if fail else None
-            )
-
-    def _break_promise(self, mark: Mark, failure: Failure | None) -> None:
-        if failure is not None:
-            self._executor.failures.append(failure)
-        record_of(self._executor, mark).resolve(failure, dropped=failure is None)
-
-    def _close(self) -> None:
-        self._workers.end()
-        self._host.stop()
-        with self._cann.on_device(self.device_id, giving_back=True):
-            self._close_all()
-
-    def _close_all(self) -> None:
-        errors = self._close_errors
-        errors += self._handles.settle()
-        errors += self._models.close()
-        for stream in self._streams:
-            assert isinstance(stream, AclStream)
-            stream._flight.clear()
-            stream._handle = 0
-        errors += self._handles.close()
-        errors += self._rings.close(forced=True)
-        errors += self._events.close()
-        for buffer in list(self._buffers):
-            buffer._end()
-        super()._close()
-        errors += self._heap.close()
-        for failure in (*self._executor.failures, *[stream.failure for stream in self._streams]):
-            if failure is not None:
-                bare(failure.cause)
-
-    def _raise_unseen(self) -> None:
-        super()._raise_unseen()
-        if self._close_errors and not self._failed:
-            first = self._close_errors[0]
-            error = StreamError(
-                f"device: expected to give everything back, got: {first}",
-                argument="device",
-                seen=str(first),
-                code=first.code,
-            )
-            for other in self._close_errors[1:10]:
-                error.add_note(str(other))
-            raise error from first
+def _timed(mark: Mark, argument: str) -> int:
+    """The event of a mark that was reached."""
+    record: Record | None = mark.position
+    if record is None or record.failure is not None or not record.handle:
+        raise StreamError(
+            f"{argument}: expected an event that was reached, got one that failed",
+            argument=argument,
+        )
+    return record.handle
 
 
 def _cann() -> library.Cann:
@@ -311,8 +316,8 @@ def _cann() -> library.Cann:
         ) from error
 
 
-def _device_id(backend: str | None) -> int:
-    name, _, number = (backend if isinstance(backend, str) else "").partition(":")
+def _device_id(backend: str) -> int:
+    name, _, number = backend.partition(":")
     if name == "aclnn" and (backend == name or (number.isdecimal() and len(number) < 6)):
         return int(number or 0)
     raise BackendUnavailableError(
@@ -334,4 +339,4 @@ def _profile(profile: str | DeviceProfile | None, found: str) -> str | DevicePro
             seen=name,
             expected=found,
         )
-    return profile  # super knows what is none
+    return profile  # Settings knows what is none

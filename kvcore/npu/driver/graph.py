@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs of the NPU: launches recorded by the runtime, captured by CANN when the block ends.
 
-While a block captures, launches are written down as on any device: forks and joins are checked,
+While a block captures, launches are recorded as on any device: forks and joins are checked,
 nothing reaches the hardware, and whatever is refused leaves streams and capture usable.  At the
 end all of it is handed over at once, in this thread, to streams made for it and captured by
 aclmdlRICaptureBegin and End.  So no program can disturb a capture, and one that fails leaves
@@ -20,22 +20,22 @@ import ctypes
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import CaptureError, KVCoreError
 from kvcore.npu.cann import constants
 from kvcore.npu.driver.handles import Handles, bare
-from kvcore.runtime._marks import KIND_WORK
-from kvcore.runtime.graph import Capture, Graph
+from kvcore.npu.driver.work import Handover, work_of
+from kvcore.runtime.abc import KIND_WORK, Launch, Record, Step, Wait
 
 if TYPE_CHECKING:
-    from kvcore.npu.driver.device import AclDevice
+    from kvcore.npu.driver.device import AclDriver
+    from kvcore.npu.driver.lane import AclLane
     from kvcore.npu.driver.records import Events
-    from kvcore.npu.driver.stream import AclStream
     from kvcore.runtime._queue import Queue
-    from kvcore.runtime.external import ExternalEvent
 
-__all__ = ["AclCapture", "AclGraph", "Models"]
+__all__ = ["NEEDED", "AclProgram", "Models"]
 
 NEEDED = (
     "aclmdlRICaptureBegin",
@@ -43,7 +43,6 @@ NEEDED = (
     "aclmdlRIExecuteAsync",
     "aclmdlRIDestroy",
 )
-_OP, _RECORD, _WAIT = range(3)
 
 
 class Models:
@@ -55,7 +54,7 @@ class Models:
         self._live: dict[int, tuple[list[Any], list[int]]] = {}
         self._gone: deque[int] = deque()
 
-    def add(self, graph: AclGraph, model: int, owned: list[Any], events: list[int]) -> None:
+    def add(self, graph: AclProgram, model: int, owned: list[Any], events: list[int]) -> None:
         """Keep a model, the memory and the events it uses, until its graph has gone."""
         self._live[model] = owned, events
         weakref.finalize(graph, self._gone.append, model).atexit = False
@@ -102,96 +101,83 @@ def _release(owned: list[Any], errors: list[KVCoreError]) -> None:
     owned.clear()
 
 
-class AclGraph(Graph):
-    """Recorded launches that CANN has captured; ``replay`` runs them as one launch."""
+class AclProgram:
+    """Recorded launches that CANN has captured; a replay runs them as one operation.
 
-    device: AclDevice
+    reads, writes: all that the launches may touch.  event: recorded behind each replay.
+    turn: held while a replay is handed over: to wait for the last one and to be it is one step.
+    """
 
-    def __init__(self, device: AclDevice, origin: AclStream) -> None:
-        super().__init__(device, origin)
-        self._model = 0
-        self._event = 0
-        #: Held while a replay is handed over: to wait for the last one and to be it is one step.
+    def __init__(self, driver: AclDriver, steps: Sequence[Step], queues: Sequence[Queue]) -> None:
+        """Capture; the device is set on this thread.  CaptureError when CANN cannot."""
+        self._driver = driver
         self.turn = threading.Lock()
-        self.reads: tuple[Any, ...] = ()
-        self.writes: tuple[Any, ...] = ()
+        launches = [step for step in steps if isinstance(step, Launch)]
+        self.num_operations = len(launches)
+        self.reads = tuple([access for step in launches for access in step.target.reads])
+        self.writes = tuple([access for step in launches for access in step.target.writes])
+        driver.complaints += driver.models.collect()
+        owned: list[Any] = []
+        events: list[int] = []
+        try:
+            self.event = driver.events.make(timing=False)
+            events.append(self.event)
+            self.model = self._capture(steps, queues, owned, events)
+        except BaseException as error:
+            driver.models.give_back(owned, events, driver.complaints)
+            if not isinstance(error, KVCoreError) or isinstance(error, CaptureError):
+                raise
+            raise CaptureError(
+                f"graph: expected launches that CANN can capture, got: {error}",
+                argument="graph",
+                seen=str(error),
+                code=error.code,
+            ) from error
+        driver.models.add(self, self.model, owned, events)
 
-    def external(self, queue: Queue, event: ExternalEvent, verb: str) -> None:
-        """Refused: what CANN captures are ordinary events."""
-        raise self.device._capture_error(
-            f"stream {queue.name!r}", f"{verb} an external event, which this backend cannot capture"
-        )
-
-    def end(self, *, whole: bool) -> None:
-        """Give the streams back and capture; CaptureError when either cannot be."""
-        super().end(whole=whole)
-        if not whole:
-            return
-        self.ready = False
-        plans = [step[3] for step in self._steps if step[0] == _OP]
-        self.reads = tuple([access for plan in plans for access in plan.reads])
-        self.writes = tuple([access for plan in plans for access in plan.writes])
-        device = self.device
-        with device._bind():
-            device._close_errors += device._models.collect()
-            owned: list[Any] = []
-            events: list[int] = []
-            try:
-                self._event = device._events.make(timing=False)
-                events.append(self._event)
-                self._model = self._capture(owned, events)
-            except BaseException as error:
-                device._models.give_back(owned, events, device._close_errors)
-                if not isinstance(error, KVCoreError) or isinstance(error, CaptureError):
-                    raise
-                raise CaptureError(
-                    f"graph: expected launches that CANN can capture, got: {error}",
-                    argument="graph",
-                    seen=str(error),
-                    code=error.code,
-                ) from error
-            device._models.add(self, self._model, owned, events)
-            self.ready = True
-
-    def _capture(self, owned: list[Any], made: list[int]) -> int:
-        device = self.device
-        cann = device._cann
-        streams = Handles(cann, device.device_id)
+    def _capture(
+        self, steps: Sequence[Step], queues: Sequence[Queue], owned: list[Any], made: list[int]
+    ) -> int:
+        driver = self._driver
+        cann = driver.cann
+        streams = Handles(cann, driver.device_id)
         events: dict[int, int] = {}
         model = ctypes.c_void_p()
         joined: list[int] = []
         begun = False
         try:
-            handles = [streams.make() for _ in self._queues]
+            handles = [streams.make() for _ in queues]
             cann.aclmdlRICaptureBegin(handles[0], constants.ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL)
             begun = True
-            for step in self._steps:
-                handle = handles[step[1]]
-                if step[0] == _OP:
-                    step[3].hand_over(handle, owned.append)
-                elif step[0] == _RECORD:
-                    event = events[step[2]] = device._events.make(timing=False)
+            for step in steps:
+                handle = handles[step.branch]
+                if isinstance(step, Launch):
+                    work = work_of(queues[step.branch].lane, step.target)
+                    assert work is not None, "the lane refuses host functions in a capture"
+                    work.hand_over(handle, owned.append)
+                elif isinstance(step, Record):
+                    event = events[step.number] = driver.events.make(timing=False)
                     made.append(event)
                     cann.aclrtRecordEvent(event, handle)
-                else:
-                    cann.aclrtStreamWaitEvent(handle, events[step[2]])
+                elif isinstance(step, Wait):
+                    cann.aclrtStreamWaitEvent(handle, events[step.number])
                     joined.append(handle)
             begun = False
             cann.aclmdlRICaptureEnd(handles[0], ctypes.byref(model))
         except BaseException:
             if begun:
                 self._end_badly(handles[0], set(joined) - {handles[0]}, made)
-            device._close_errors += streams.close(forced=True)
+            driver.complaints += streams.close(forced=True)
             raise
-        device._close_errors += streams.close()
+        driver.complaints += streams.close()
         return model.value or 0
 
     def _end_badly(self, handle: int, forks: set[int], made: list[int]) -> None:
         """An operation could not be captured: join the forks, end the capture, throw it away."""
-        device, cann = self.device, self.device._cann
+        driver, cann = self._driver, self._driver.cann
         for fork in forks:
             with contextlib.suppress(KVCoreError):  # the end will fail, but end it will
-                event = device._events.make(timing=False)
+                event = driver.events.make(timing=False)
                 made.append(event)
                 cann.aclrtRecordEvent(event, fork)
                 cann.aclrtStreamWaitEvent(handle, event)
@@ -202,25 +188,26 @@ class AclGraph(Graph):
             try:
                 cann.aclmdlRIDestroy(model.value)
             except KVCoreError as error:
-                device._close_errors.append(bare(error))
+                driver.complaints.append(bare(error))
 
-    def _launch(self, stream: Any) -> None:
-        stream._again(KIND_WORK, _Replay(self, stream), None, 0.0, None)
+    def replay(self, queue: Queue) -> None:
+        """Queue one replay."""
+        queue.again(KIND_WORK, _Replay(self, queue.lane), None, 0.0, None)
 
 
-class _Replay:
-    """One replay on a stream."""
+class _Replay(Handover):
+    """One replay on a lane."""
 
-    __slots__ = ("_graph", "_losses", "_stream", "num_descriptors", "reads", "writes")
+    __slots__ = ("_lane", "_losses", "_program", "num_descriptors", "reads", "writes")
     name = "replay"
 
-    def __init__(self, graph: AclGraph, stream: AclStream) -> None:
-        self._graph = graph
-        self._stream = stream
-        self._losses = stream.losses
-        self.reads = graph.reads
-        self.writes = graph.writes
-        self.num_descriptors = graph.num_operations
+    def __init__(self, program: AclProgram, lane: AclLane) -> None:
+        self._program = program
+        self._lane = lane
+        self._losses = lane.flight.losses
+        self.reads = program.reads
+        self.writes = program.writes
+        self.num_descriptors = program.num_operations
 
     def touched(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """All that the graph's launches may touch: which rows, only the device knows."""
@@ -228,28 +215,12 @@ class _Replay:
 
     def run(self) -> None:
         """Hand over."""
-        graph, stream = self._graph, self._stream
-        device = stream.device
-        cann = device._cann
-        with device._bind(), stream._using(self._losses) as handle:
-            if not handle or not stream._took(self, self._losses):
+        program, lane = self._program, self._lane
+        cann = lane.driver.cann
+        with lane.driver.bind(), lane.flight.using(self._losses) as handle:
+            if not handle or not lane.flight.took(self, self._losses):
                 return  # behind a failure that the queue has not heard of yet
-            with graph.turn:
-                cann.aclrtStreamWaitEvent(handle, graph._event)
-                cann.aclmdlRIExecuteAsync(graph._model, handle)
-                cann.aclrtRecordEvent(graph._event, handle)
-
-
-class AclCapture(Capture):
-    """The block in which launches on a stream are recorded; see ``Device.capture``."""
-
-    def __init__(self, device: AclDevice, stream: Any) -> None:
-        super().__init__(device, stream)
-        self._cann = device._cann
-        self.graph: AclGraph = AclGraph(device, stream)
-
-    def __enter__(self) -> Graph:
-        for name in NEEDED:
-            if not self._cann.has(name):
-                getattr(self._cann, name)  # raises: it is not in this CANN
-        return super().__enter__()
+            with program.turn:
+                cann.aclrtStreamWaitEvent(handle, program.event)
+                cann.aclmdlRIExecuteAsync(program.model, handle)
+                cann.aclrtRecordEvent(program.event, handle)

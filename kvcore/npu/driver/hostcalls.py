@@ -21,7 +21,7 @@ from kvcore.runtime._marks import Failure
 from kvcore.runtime._outside import enter, leave, promise, settle
 
 if TYPE_CHECKING:
-    from kvcore.npu.driver.stream import AclStream
+    from kvcore.npu.driver.lane import AclLane
 
 __all__ = ["Action", "HostCall", "launch"]
 
@@ -73,50 +73,53 @@ class HostCall:
     failure: when the function raises, nothing behind it is handed over.
     """
 
-    __slots__ = ("_action", "_args", "_fn", "_losses", "_stream", "done", "name")
+    __slots__ = ("_action", "_args", "_fn", "_lane", "_losses", "done", "name")
 
     def __init__(
-        self, stream: AclStream, fn: Callable[..., object], args: tuple[object, ...], name: str
+        self, lane: AclLane, fn: Callable[..., object], args: tuple[object, ...], name: str
     ) -> None:
         self.name = name
         self._fn = fn
         self._args = args
-        self._stream = stream
-        self._losses = stream.losses
+        self._lane = lane
+        self._losses = lane.flight.losses
         self._action: Action | None = None
-        self.done = promise(stream)
+        self.done = promise(lane.queue)
 
-    def __call__(self) -> None:
+    def run(self) -> None:
         """Hand over; called by a worker when the stream's queue comes to it."""
-        stream = self._stream
-        calling = stream.executor.calling()
-        with stream.device._bind(), stream._using(self._losses) as handle:
-            stream.device._held.add(stream)
-            if handle and stream._took(self, self._losses):
-                self._action = launch(stream.device._cann, handle, partial(self._act, calling))
+        lane = self._lane
+        driver = lane.driver
+        calling = lane.queue.executor.calling()
+        with driver.bind(), lane.flight.using(self._losses) as handle:
+            driver.held.add(lane)
+            if handle and lane.flight.took(self, self._losses):
+                self._action = launch(driver.cann, handle, partial(self._act, calling))
                 return
-        failure = stream.loss_since(self._losses)
+        failure = lane.flight.loss_since(self._losses)
         assert failure is not None
         self.abandon(failure)
 
+    __call__ = run
+
     def _act(self, calling: object) -> None:
-        stream = self._stream
-        executor = stream.executor
+        lane = self._lane
+        executor = lane.queue.executor
         failure = None
         enter(executor, calling)
         try:
             self._fn(*self._args)
         except BaseException as error:  # whatever it is, it must not leave through C
-            failure = Failure(error, stream.name, self.name)
+            failure = Failure(error, lane.name, self.name)
             executor.failures.append(failure)
         finally:
             leave(executor)
-        stream._ran(self)
-        stream.device._held.discard(stream)
+        lane.flight.ran(self)
+        lane.driver.held.discard(lane)
         settle(executor, self.done, failure)
 
     def abandon(self, failure: Failure) -> None:
         """The stream has failed before it came to this."""
         self._action = None
-        self._stream.device._held.discard(self._stream)
-        settle(self._stream.executor, self.done, failure)
+        self._lane.driver.held.discard(self._lane)
+        settle(self._lane.queue.executor, self.done, failure)

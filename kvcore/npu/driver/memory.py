@@ -25,7 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -35,13 +35,14 @@ from kvcore.npu.call import memory as pools
 from kvcore.npu.cann import constants, library
 from kvcore.npu.cann.structs import MallocAttribute, MallocConfig
 from kvcore.npu.driver.handles import bare
-from kvcore.runtime.memory import Buffer, stand_in
+from kvcore.runtime.memory import DEFAULT_ALIGNMENT, Buffer, allocate, stand_in
 
 if TYPE_CHECKING:
-    from kvcore.npu.driver.device import AclDevice
+    from kvcore.npu.driver.device import AclDriver
     from kvcore.runtime._storage import Storage
+    from kvcore.runtime.core import Core
 
-__all__ = ["AclBuffer", "DeviceArray", "Heap", "Held", "Piece"]
+__all__ = ["AclBuffer", "DeviceArray", "Heap", "Held", "Piece", "end_all"]
 
 PAGE = mmap.PAGESIZE
 #: Pinned bytes kept for the staging of pageable copies.
@@ -208,6 +209,11 @@ class Heap:
             if not library.thread.in_host_function:
                 _collect_late()
 
+    def giving_back(self) -> library.OnDevice:
+        """``with heap.giving_back():`` gives this thread the device, also while Python ends."""
+        bound: library.OnDevice = self._cann.on_device(self._device_id, giving_back=True)
+        return bound
+
     def collect(self) -> None:
         """Free what has gone; the device is set on this thread."""
         if not self._closed:
@@ -268,6 +274,12 @@ class Heap:
         return self._errors
 
 
+def end_all(buffers: Iterable[AclBuffer]) -> None:
+    """The device is left: let no buffer keep memory that nothing but the buffer needs."""
+    for buffer in buffers:
+        buffer._end()
+
+
 class Held:
     """The memory of a launch's buffers: they may be freed before it is done, or handed over.
 
@@ -309,7 +321,7 @@ def _collect_late() -> None:
             heap = _late.popleft()
             with (
                 contextlib.suppress(KVCoreError),
-                heap._cann.on_device(heap._device_id, giving_back=True),
+                heap.giving_back(),
             ):
                 heap.collect()
 
@@ -320,7 +332,8 @@ class DeviceArray:
 
     address: of element 0, as the device has it; strides: bytes; base, storage_bytes: the whole
     allocation; stream: the aclrtStream to run on when nobody names one; key: the same for all
-    arrays of one device; host_address: the host's address of element 0 of swapped memory.
+    arrays of one device; maker, device: what makes more memory of it; host_address: the host's
+    address of element 0 of swapped memory.
     """
 
     address: int
@@ -334,12 +347,13 @@ class DeviceArray:
     device_id: int
     stream: int
     key: object
-    device: AclDevice
+    maker: Core
+    device: Any
     host_address: int | None = None
 
-    def empty(self, shape: tuple[int, ...], dtype: str) -> AclBuffer:
-        """A new buffer on the same device, for what an operator returns."""
-        return self.device._result(shape, dtype)
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Buffer:
+        """A new buffer on the same device, for what an operator returns; on a worker too."""
+        return allocate(self.maker, self.device, shape, dtype, "device", DEFAULT_ALIGNMENT)
 
 
 class AclBuffer(Buffer):
@@ -350,18 +364,19 @@ class AclBuffer(Buffer):
     ParamInvalidError; ``stream.copy`` to pinned memory shows its contents.
     """
 
-    device: AclDevice
-
     def __init__(
         self,
-        device: AclDevice,
+        keeper: Core,
+        device: Any,
         storage: Storage,
         array: npt.NDArray[Any],
         dtype: str,
         whole: bool,
     ) -> None:
-        super().__init__(device, storage, array, dtype, whole)
-        device._buffers.add(self)
+        super().__init__(keeper, device, storage, array, dtype, whole)
+        self._core = keeper
+        self._driver = cast("AclDriver", keeper.driver)
+        self._driver.buffers.add(self)
 
     def _end(self) -> None:
         """The device is left: this buffer must not keep pinned memory, unless for an array.
@@ -393,7 +408,7 @@ class AclBuffer(Buffer):
         if self.space == "host":
             return None
         whole, array = self._whole_and_view()
-        device = self.device
+        driver = self._driver
         memory: Any = whole.base
         piece: Piece = memory.piece
         shift = piece.seen_at - piece.address
@@ -406,23 +421,13 @@ class AclBuffer(Buffer):
             read_only=False,
             base=piece.seen_at,
             storage_bytes=piece.nbytes,
-            device_id=device.device_id,
-            stream=device._direct_stream(),
-            key=device._key,
-            device=device,
+            device_id=driver.device_id,
+            stream=driver.direct_stream(),
+            key=self._core.key,
+            maker=self._core,
+            device=self.device,
             host_address=array.ctypes.data if piece.space == "swapped" else None,
         )
-
-    def _again(self, found: Buffer) -> AclBuffer:
-        return AclBuffer(self.device, self.storage, found._array, found.dtype, False)
-
-    def __getitem__(self, index: Any) -> AclBuffer:
-        """A view; numbers, slices, ``...`` and None, nothing that would copy."""
-        return self._again(super().__getitem__(index))
-
-    def view(self, shape: Any = None, dtype: str | None = None) -> AclBuffer:
-        """The same memory as another shape and type; the buffer must be contiguous."""
-        return self._again(super().view(shape, dtype))
 
     def _refuse_host(self) -> NoReturn:
         raise ParamInvalidError(

@@ -19,19 +19,17 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from kvcore.errors import KVCoreError, StreamError
+from kvcore.errors import KVCoreError
 from kvcore.npu.cann import constants
 from kvcore.npu.driver.handles import bare
 from kvcore.runtime._executor import Executor
 from kvcore.runtime._marks import Failure, Mark
 from kvcore.runtime._outside import fail, promise, settle
-from kvcore.runtime.event import Event
 
 if TYPE_CHECKING:
-    from kvcore.npu.driver.device import AclDevice
-    from kvcore.npu.driver.stream import AclStream
+    from kvcore.npu.driver.lane import AclLane
 
-__all__ = ["TIMEOUTS", "AclEvent", "Dependency", "Events", "Record", "record_of"]
+__all__ = ["TIMEOUTS", "Dependency", "Events", "Record", "record_of"]
 
 #: Statuses that say "not yet".
 TIMEOUTS = (
@@ -91,13 +89,13 @@ class Record:
     """One record of an event on a stream, from its place in the queue to the hardware's report.
 
     mark:    what the program sees; None once it is resolved.
-    stream:  where it is recorded; None for an external event that nobody has recorded yet.
+    lane:    where it is recorded; None for an external event that nobody has recorded yet.
     ready:   a mark resolved when the hardware has the record (or will never have it).
     handle:  the aclrtEvent, 0 until then.
     failure: why it was not reached.
     doomed:  why it will not count as reached, when what was before it is done: its queue has
              failed, but the hardware still has work from before.
-    losses:  failures of the stream when it was launched.
+    losses:  failures of the lane when it was launched.
     rungs:   marks resolved when somebody should look at the hardware again.
     """
 
@@ -108,17 +106,19 @@ class Record:
         "failure",
         "handle",
         "in_flight",
+        "lane",
         "losses",
         "mark",
         "ready",
         "rungs",
-        "stream",
         "timing",
     )
 
-    def __init__(self, executor: Executor, mark: Mark, timing: bool) -> None:
+    def __init__(
+        self, executor: Executor, mark: Mark, timing: bool, lane: AclLane | None = None
+    ) -> None:
         self._executor = executor
-        self.stream = cast("AclStream", mark.queue)
+        self.lane = cast("AclLane", lane)
         self.mark: Mark | None = mark
         self.timing = timing
         self.ready = promise(None)
@@ -134,39 +134,41 @@ class Record:
 
         Never raises: it is called in a worker's loop.
         """
-        stream = self.stream
+        lane = self.lane
+        flight = lane.flight
+        executor = self._executor
         failure = step.failure
         if not step.dropped:
             try:
-                quiet = stream.is_quiet and (failure is not None or not self.timing)
-                # Asked in this order: a stream may be quiet because it has just lost its work.
-                lost = stream.loss_since(self.losses)
+                quiet = lane.is_quiet and (failure is not None or not self.timing)
+                # Asked in this order: a lane may be quiet because it has just lost its work.
+                lost = flight.loss_since(self.losses)
                 if quiet and lost is None:
                     return partial(self.resolve, failure)
                 self.doomed = failure
-                if lost is None and self._put(stream):
+                if lost is None and self._put(lane):
                     if failure is not None:
-                        stream.device._doomed.add(self)
+                        lane.driver.doomed.add(self)
                         return _nothing
-                    return partial(settle, stream.executor, self.ready)
-                failure = failure or stream.loss_since(self.losses)
+                    return partial(settle, executor, self.ready)
+                failure = failure or flight.loss_since(self.losses)
             except BaseException as error:  # told to the host as any failure is
-                failure = failure or Failure(bare(error), stream.name, "record_event")
-                fail(stream.executor, stream, failure)
+                failure = failure or Failure(bare(error), lane.name, "record_event")
+                fail(executor, lane.queue, failure)
                 if self.doomed is not None:
                     # Nobody can say when the hardware is done with what it has: it must end.
-                    stream._give_up(failure)
+                    lane.give_up(failure)
         return partial(self.resolve, failure, dropped=step.dropped)
 
-    def _put(self, stream: AclStream) -> bool:
-        """Record an event on the hardware; False when the stream has failed meanwhile."""
-        device = stream.device
-        with device._bind(), stream._using(self.losses) as on:
+    def _put(self, lane: AclLane) -> bool:
+        """Record an event on the hardware; False when the lane has failed meanwhile."""
+        driver = lane.driver
+        with driver.bind(), lane.flight.using(self.losses) as on:
             if not on:
                 return False
-            handle = device._events.lend(self, self.timing)
-            device._cann.aclrtRecordEvent(handle, on)
-            if not stream._took(self, self.losses):
+            handle = driver.events.lend(self, self.timing)
+            driver.cann.aclrtRecordEvent(handle, on)
+            if not lane.flight.took(self, self.losses):
                 return False
             self.handle = handle
             return True
@@ -175,7 +177,7 @@ class Record:
         """Tell everybody, once."""
         if self.doomed is not None:
             failure = self.doomed
-            self.stream.device._doomed.discard(self)
+            self.lane.driver.doomed.discard(self)
         mark, self.mark = self.mark, None
         executor = self._executor
         if mark is not None:
@@ -194,9 +196,9 @@ class Record:
             return False
         status = ctypes.c_int32(-1)
         try:
-            self.stream.device._cann.aclrtQueryEventStatus(self.handle, ctypes.byref(status))
+            self.lane.driver.cann.aclrtQueryEventStatus(self.handle, ctypes.byref(status))
         except KVCoreError as error:
-            self.stream._lose(error, losses=self.losses)
+            self.lane.lose(error, losses=self.losses)
             return True
         if status.value != constants.ACL_EVENT_RECORDED_STATUS_COMPLETE:
             return False
@@ -205,7 +207,7 @@ class Record:
 
     def happens_within(self, time_ms: int) -> bool:
         """Wait a little for the event; KVCoreError for a failure."""
-        cann = self.stream.device._cann
+        cann = self.lane.driver.cann
         if not cann.has("aclrtSynchronizeEventWithTimeout"):
             return self.look()
         try:
@@ -224,40 +226,41 @@ class Record:
         hardware: so what this one waited for is confirmed first.
         """
         for record in _in_order(self):
-            record._confirm()
+            record.confirm_alone()
 
-    def _confirm(self) -> None:
-        stream = self.stream
-        for other in stream._waited_for(self):
+    def confirm_alone(self) -> None:
+        """``confirm``, where what this record waited for was confirmed."""
+        lane = self.lane
+        for other in lane.flight.waited_for(self):
             if other.failure is not None:
-                stream._lose(other.failure.cause, other.failure, self.losses)
+                lane.lose(other.failure.cause, other.failure, self.losses)
         if self.mark is None:
             return
         try:
             # Those before it first: what was reached before a fault is whole.
-            for record in stream._records_until(self):
-                stream.device._cann.aclrtSynchronizeEvent(record.handle)
+            for record in lane.flight.records_until(self):
+                lane.driver.cann.aclrtSynchronizeEvent(record.handle)
                 if record is not self:
-                    stream._passed(record)
-            if stream._ends_with(self):
-                stream._synchronize_briefly()
+                    lane.passed(record)
+            if lane.flight.ends_with(self):
+                lane.synchronize_briefly()
         except KVCoreError as error:
-            stream._lose(error, losses=self.losses)
+            lane.lose(error, losses=self.losses)
         else:
-            stream._passed(self)
+            lane.passed(self)
 
 
 def _in_order(last: Record) -> list[Record]:
-    """What a record depends on, on other streams, each before what depends on it; then itself."""
+    """What a record depends on, on other lanes, each before what depends on it; then itself."""
     order: list[Record] = []
     seen = {last}
-    path = [(last, iter(last.stream._waited_for(last)))]
+    path = [(last, iter(last.lane.flight.waited_for(last)))]
     while path:
         record, others = path[-1]
         for other in others:
             if other not in seen and other.mark is not None and other.handle:
                 seen.add(other)
-                path.append((other, iter(other.stream._waited_for(other))))
+                path.append((other, iter(other.lane.flight.waited_for(other))))
                 break
         else:
             order.append(record)
@@ -278,41 +281,9 @@ def record_of(executor: Executor, mark: Mark) -> Record:
 
 
 class Dependency:
-    """In a stream's flight: it was told to wait for a record of another."""
+    """In a lane's flight: it was told to wait for a record of another."""
 
     __slots__ = ("record",)
 
     def __init__(self, record: Record) -> None:
         self.record = record
-
-
-class AclEvent(Event):
-    """An event whose records are reached by the hardware."""
-
-    device: AclDevice
-    _last: Mark | None = None
-
-    @property
-    def mark(self) -> Mark | None:  # type: ignore[override]
-        """The last record."""
-        return self._last
-
-    def elapsed_time(self, other: object) -> float:
-        """Milliseconds from this event's last record to the other's, by the device's clock."""
-        super().elapsed_time(other)  # refuses what is not recorded, not reached, without timing
-        assert isinstance(other, AclEvent)
-        handles = [_timed(self, "event"), _timed(other, "other")]
-        with self.device._bind():
-            found = ctypes.c_float()
-            self.device._cann.aclrtEventElapsedTime(ctypes.byref(found), *handles)
-            return found.value
-
-
-def _timed(event: AclEvent, argument: str) -> int:
-    record: Record | None = None if event.mark is None else event.mark.position
-    if record is None or record.failure is not None or not record.handle:
-        raise StreamError(
-            f"{argument}: expected an event that was reached, got one that failed",
-            argument=argument,
-        )
-    return record.handle

@@ -11,7 +11,7 @@ functions, in stream order like everything: pageable to device through pinned st
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,9 +25,9 @@ from kvcore.runtime.copies import Copy, Fill, bits
 from kvcore.runtime.memory import PAGEABLE, array_of, space_of
 
 if TYPE_CHECKING:
-    from kvcore.npu.driver.device import AclDevice
+    from kvcore.npu.driver.device import AclDriver
 
-__all__ = ["Transfer", "pieces_between"]
+__all__ = ["Transfer", "pieces_between", "within_host"]
 
 Array = npt.NDArray[Any]
 Keep = Callable[[object], object]
@@ -36,26 +36,29 @@ PATTERN_BYTES = 1 << 16
 ONE_LINK = constants.ACL_MEMCPY_HOST_TO_DEVICE, constants.ACL_MEMCPY_DEVICE_TO_HOST
 
 
+def _spaces(plan: Copy | Fill) -> list[tuple[str, str]]:
+    return [(space_of(dst), space_of(src)) for dst, src in plan.ends]
+
+
+def within_host(plan: Copy | Fill) -> bool:
+    """Whether a host function has to move some of it from pinned memory to pinned memory."""
+    return any("device" not in spaces for spaces in _spaces(plan))
+
+
 class Transfer:
     """A copy or a fill that was checked, with its arrays and the spaces they are in."""
 
-    __slots__ = ("_device", "_pairs", "_spaces", "plan")
+    __slots__ = ("_driver", "_pairs", "_spaces", "plan")
 
-    def __init__(
-        self, device: AclDevice, plan: Copy | Fill, dsts: Sequence[object], srcs: Sequence[object]
-    ) -> None:
-        self._device = device
+    def __init__(self, driver: AclDriver, plan: Copy | Fill) -> None:
+        self._driver = driver
         self.plan = plan
-        self._spaces = [(space_of(dst), space_of(src)) for dst, src in zip(dsts, srcs, strict=True)]
+        key = driver.core.key
+        self._spaces = _spaces(plan)
         self._pairs = [
-            (bits(array_of(dst, "dst", device)), bits(array_of(src, "src", device)))
-            for dst, src in zip(dsts, srcs, strict=True)
+            (bits(array_of(dst, "dst", key)), bits(array_of(src, "src", key)))
+            for dst, src in plan.ends
         ]
-
-    @property
-    def within_host(self) -> bool:
-        """Whether a host function has to move some of it from pinned memory to pinned memory."""
-        return any("device" not in spaces for spaces in self._spaces)
 
     def hand_over(self, handle: int, keep: Keep) -> None:
         """Put it on a stream; what must live until it is done goes to ``keep``."""
@@ -73,13 +76,13 @@ class Transfer:
     def _copy(
         self, dst: Array, src: Array, spaces: tuple[str, str], handle: int, keep: Keep
     ) -> None:
-        device = self._device
+        driver = self._driver
         to, source = spaces
         if "device" not in spaces:
-            keep(hostcalls.launch(device._cann, handle, lambda: np.copyto(dst, src)))
+            keep(hostcalls.launch(driver.cann, handle, lambda: np.copyto(dst, src)))
         elif to == source:
             if _meet(dst, src):
-                between = device._scratch("device", dst.nbytes).view(dst.dtype).reshape(dst.shape)
+                between = driver.scratch("device", dst.nbytes).view(dst.dtype).reshape(dst.shape)
                 keep(between)
                 self._move(between, src, constants.ACL_MEMCPY_DEVICE_TO_DEVICE, handle, keep)
                 src = between
@@ -88,32 +91,32 @@ class Transfer:
             if source == PAGEABLE:
                 pinned = self._staging(src, keep)
                 pageable = src
-                keep(hostcalls.launch(device._cann, handle, lambda: np.copyto(pinned, pageable)))
+                keep(hostcalls.launch(driver.cann, handle, lambda: np.copyto(pinned, pageable)))
                 src = pinned
             self._move(dst, src, constants.ACL_MEMCPY_HOST_TO_DEVICE, handle, keep)
         elif to == PAGEABLE:
             pinned = self._staging(dst, keep)
             self._move(pinned, src, constants.ACL_MEMCPY_DEVICE_TO_HOST, handle, keep)
-            keep(hostcalls.launch(device._cann, handle, lambda: np.copyto(dst, pinned)))
+            keep(hostcalls.launch(driver.cann, handle, lambda: np.copyto(dst, pinned)))
         else:
             self._move(dst, src, constants.ACL_MEMCPY_DEVICE_TO_HOST, handle, keep)
 
     def _staging(self, like: Array, keep: Keep) -> Array:
-        found = self._device._scratch("host", like.nbytes).view(like.dtype).reshape(like.shape)
+        found = self._driver.scratch("host", like.nbytes).view(like.dtype).reshape(like.shape)
         keep(found)
         return found
 
     def _move(self, dst: Array, src: Array, kind: int, handle: int, keep: Keep) -> None:
-        device = self._device
-        cann = device._cann
+        driver = self._driver
+        cann = driver.cann
         rows = pieces_between(dst, src)
-        if len(rows) > 1 and kind in ONE_LINK and device._batches and _apart(rows):
+        if len(rows) > 1 and kind in ONE_LINK and driver.batches and _apart(rows):
             try:
-                _move_batch(device, rows, kind, handle, keep)
+                _move_batch(driver, rows, kind, handle, keep)
             except KVCoreError as error:
                 if error.code != constants.ACL_ERROR_RT_FEATURE_NOT_SUPPORT:
                     raise
-                device._batches = False  # the symbol is there, the driver cannot do it
+                driver.batches = False  # the symbol is there, the driver cannot do it
             else:
                 return
         for to, source, nbytes in rows.tolist():
@@ -122,7 +125,7 @@ class Transfer:
     # -- fills
 
     def _fill(self, plan: Fill, space: str, handle: int, keep: Keep) -> None:
-        cann = self._device._cann
+        cann = self._driver.cann
         array, value = plan.target, plan.value
         if not array.size:
             return
@@ -137,7 +140,7 @@ class Transfer:
             return
         longest = int(rows[:, 2].max())
         first = min(longest, PATTERN_BYTES // raw.size * raw.size)
-        pattern = self._device._scratch("host", first)
+        pattern = self._driver.scratch("host", first)
         pattern.reshape(-1, raw.size)[...] = raw
         keep(pattern)
         for to, _, nbytes in rows.tolist():
@@ -154,17 +157,17 @@ class Transfer:
 
 
 def _move_batch(
-    device: AclDevice, rows: npt.NDArray[np.int64], kind: int, handle: int, keep: Keep
+    driver: AclDriver, rows: npt.NDArray[np.int64], kind: int, handle: int, keep: Keep
 ) -> None:
     n = len(rows)
     to, source, sizes = (np.ascontiguousarray(rows[:, i]) for i in range(3))
-    there = MemLocation(device.device_id, constants.ACL_MEM_LOCATION_TYPE_DEVICE)
+    there = MemLocation(driver.device_id, constants.ACL_MEM_LOCATION_TYPE_DEVICE)
     here = MemLocation(0, constants.ACL_MEM_LOCATION_TYPE_HOST)
     ends = (there, here) if kind == constants.ACL_MEMCPY_HOST_TO_DEVICE else (here, there)
     attributes = MemcpyBatchAttr(*ends)
     first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
     keep((to, source, sizes, attributes, first))
-    device._cann.aclrtMemcpyBatchAsync(
+    driver.cann.aclrtMemcpyBatchAsync(
         to.ctypes.data_as(ctypes.POINTER(ctypes.c_void_p)),
         sizes.ctypes.data_as(ctypes.POINTER(ctypes.c_size_t)),
         source.ctypes.data_as(ctypes.POINTER(ctypes.c_void_p)),

@@ -15,24 +15,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-from _thread import allocate_lock
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from threading import Condition, Thread
 from typing import TYPE_CHECKING
 
-from kvcore.errors import KVCoreError, StreamError
+from kvcore.errors import KVCoreError
 from kvcore.npu.driver import hostcalls
 from kvcore.npu.driver.records import TIMEOUTS, Record
-from kvcore.runtime._marks import Mark, Waiter
+from kvcore.runtime._marks import Mark
 from kvcore.runtime._outside import promise, settle
-from kvcore.runtime.host import Host
+from kvcore.runtime.failures import took_too_long
+from kvcore.runtime.waiting import hold
 
 if TYPE_CHECKING:
-    from kvcore.npu.driver.device import AclDevice
-    from kvcore.npu.driver.stream import AclStream
+    from kvcore.npu.driver.device import AclDriver
+    from kvcore.npu.driver.lane import AclLane
 
-__all__ = ["AclHost"]
+__all__ = ["Watch"]
 
 MAX_RINGS = 32
 #: Seconds between two looks of the watch: where nothing rings, and the longest otherwise.
@@ -52,12 +52,11 @@ class _Watched:
         self.rings = rings
 
 
-class AclHost(Host):
-    """The host's side of a device with hardware queues."""
+class Watch:
+    """Rings and the watch of one device; the driver's verbs of completion are here."""
 
-    def __init__(self, device: AclDevice) -> None:
-        super().__init__(None)
-        self._device = device
+    def __init__(self, driver: AclDriver) -> None:
+        self._driver = driver
         self._idle_rings: list[int] = []
         self._num_rings = 0
         self._calls: dict[int, hostcalls.Action] = {}
@@ -68,57 +67,40 @@ class AclHost(Host):
 
     # -- waiting
 
-    async def wait(self, mark: Mark | None) -> None:
-        """Wait for a mark; always a checkpoint, and cancelling stops the waiting."""
-        await self.wait_all([] if mark is None else [mark])
-
-    async def wait_all(self, marks: Sequence[Mark]) -> None:
-        """Wait for all of them, with one ring behind all; always a checkpoint."""
+    def until(self, marks: Sequence[Mark]) -> Iterator[Mark]:
+        """What to wait for until all of them are settled: one ring behind all, and again."""
         marks = [mark for mark in marks if mark.pending]
-        if not marks:
-            await super().wait(None)
         for mark in marks:
             record: Record = mark.position
             if record.ready.pending and not record.handle:
                 self._watch(_Watched([record], record.ready, True))
-                await super().wait(record.ready)
+                yield record.ready
         while marks := [mark for mark in marks if mark.pending]:
             records: list[Record] = [mark.position for mark in marks]
-            await super().wait(self._ring_for(records))
-            with self._device._bind():
+            yield self._ring_for(records)
+            with self._driver.bind():
                 for record in records:
                     record.look()
 
-    async def wait_for_bytes(self, mark: Mark) -> None:
-        """The same; there is no model."""
-        if mark.pending:
-            await self.wait(mark)
-
-    def wait_blocking(self, mark: Mark, timeout_s: float | None = None) -> None:
+    def wait_for(self, mark: Mark, seconds: float | None = None) -> None:
         """Wait for a mark, holding this thread; StreamError when that takes too long."""
         if not mark.pending:
             return
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        end = None if seconds is None else time.monotonic() + seconds
         record: Record = mark.position
-        device = self._device
+        driver = self._driver
         while (
             record.ready.pending and not record.handle and (end is None or time.monotonic() < end)
         ):
             next_look = time.monotonic() + LONG_S
-            _hold(record.ready, next_look if end is None else min(end, next_look))
+            hold(record.ready, next_look if end is None else min(end, next_look))
             if record.ready.pending and not record.handle:
-                with device._bind():
+                with driver.bind():
                     self._look_at_held(set())
         while mark.pending:
-            if end is not None and time.monotonic() >= end:
-                raise StreamError(
-                    f"stream {record.stream.name!r}: expected its work to be done in {timeout_s} "
-                    "s, got work that goes on",
-                    argument="timeout_s",
-                    seen=timeout_s,
-                    code=TIMEOUTS[0],
-                )
-            with device._bind():
+            if seconds is not None and end is not None and time.monotonic() >= end:
+                raise took_too_long(record.lane.name, seconds, TIMEOUTS[0])
+            with driver.bind():
                 if not record.handle:
                     continue  # a mark that resolves in this moment
                 left = SLICE_MS if end is None else 1e3 * (end - time.monotonic())
@@ -126,34 +108,30 @@ class AclHost(Host):
                     if record.happens_within(max(1, min(SLICE_MS, int(left)))):
                         record.confirm()
                     else:
-                        record.stream._look_for_failure(set())
+                        record.lane.look_for_failure(set())
                 except KVCoreError as error:
-                    record.stream._lose(error, losses=record.losses)
+                    record.lane.lose(error, losses=record.losses)
 
-    def block_for_bytes(self, mark: Mark) -> None:
-        """The same; there is no model."""
-        self.wait_blocking(mark)
-
-    def finds(self, mark: Mark) -> bool:
-        """Whether the host, asking now, finds the mark reached."""
+    def look(self, mark: Mark) -> bool:
+        """Whether the host, asking now, finds the mark settled."""
         if mark.pending:
             record: Record = mark.position
-            with self._device._bind():
+            with self._driver.bind():
                 if not record.handle:
                     self._look_at_held(set(), polling=True)
                 elif not record.look():
-                    record.stream._look_for_failure(set(), polling=True)
+                    record.lane.look_for_failure(set(), polling=True)
         return not mark.pending
 
     # -- rings
 
     def _ring_for(self, records: list[Record]) -> Mark:
         """A mark that resolves when it is time to look at the records: all done, or one failed."""
-        device = self._device
-        with device._bind():
+        driver = self._driver
+        with driver.bind():
             rung = promise(None)
             if all(record.look() for record in records):
-                settle(device._executor, rung)
+                settle(driver.core.executor, rung)
                 return rung
             records = [record for record in records if record.mark is not None]
             for record in records:
@@ -165,8 +143,8 @@ class AclHost(Host):
             return rung
 
     def _ring(self, records: list[Record], rung: Mark) -> bool:
-        device = self._device
-        cann = device._cann
+        driver = self._driver
+        cann = driver.cann
         if not cann.has("aclrtLaunchHostFunc"):
             return False
         with self._condition:
@@ -177,7 +155,7 @@ class AclHost(Host):
                 ring = 0
             else:
                 return False
-        ring = ring or device._rings.make()
+        ring = ring or driver.rings.make()
         for record in records:
             cann.aclrtStreamWaitEvent(ring, record.handle)
         self._calls[ring] = hostcalls.launch(cann, ring, partial(self._rang, ring, records, rung))
@@ -188,7 +166,7 @@ class AclHost(Host):
         # now, so that nobody records their events again before the ring's stream has seen them.
         records.clear()
         self._idle_rings.append(ring)
-        settle(self._device._executor, rung)
+        settle(self._driver.core.executor, rung)
 
     # -- the watch
 
@@ -215,38 +193,38 @@ class AclHost(Host):
                     if not self._watched or not self._watched[-1].rings:
                         break
                 watched, self._watched = self._watched, []
-            seen: set[AclStream] = set()
+            seen: set[AclLane] = set()
             busy = [one for one in watched if not self._sees(one, seen)]
             with self._condition:
                 self._watched += busy
 
-    def _sees(self, watched: _Watched, seen: set[AclStream]) -> bool:
+    def _sees(self, watched: _Watched, seen: set[AclLane]) -> bool:
         """Whether nobody needs to look at these any more."""
         if not watched.rung.pending:
             return True
         records = [record for record in watched.records if record.mark is not None]
         for record in records:
             try:
-                with self._device._bind():
+                with self._driver.bind():
                     if not record.handle:
                         self._look_at_held(seen)
                     elif not record.look():
-                        record.stream._look_for_failure(seen)
+                        record.lane.look_for_failure(seen)
             except BaseException as error:  # whoever waits must hear of it, whatever it is
-                record.stream._lose(error, losses=record.losses)
+                record.lane.lose(error, losses=record.losses)
         return not watched.rung.pending
 
-    def _look_at_held(self, seen: set[AclStream], *, polling: bool = False) -> None:
+    def _look_at_held(self, seen: set[AclLane], *, polling: bool = False) -> None:
         """A record waits in its queue, so somewhere a queue waits for a host function.
 
         Behind a failure of the hardware, that will not come.  Or it waits for another that will
         fail when the hardware has come to it.
         """
-        for record in list(self._device._doomed):
+        for record in list(self._driver.doomed):
             if not record.look():
-                record.stream._look_for_failure(seen, polling=polling)
-        for stream in list(self._device._held):
-            stream._look_for_failure(seen, polling=polling)
+                record.lane.look_for_failure(seen, polling=polling)
+        for lane in list(self._driver.held):
+            lane.look_for_failure(seen, polling=polling)
 
     # -- the end
 
@@ -261,20 +239,7 @@ class AclHost(Host):
         self._calls.clear()  # behind a failure, a ring does not ring
 
     def abandon(self) -> None:
-        """In a forked child: neither the tasks nor the watch are here."""
-        super().abandon()
+        """In a forked child: the watch is not here."""
         self._condition = Condition()
         self._thread = None
         self._over = True
-
-
-def _hold(mark: Mark, end: float | None, now: Callable[[], float] = time.monotonic) -> None:
-    """Hold this thread until the mark is resolved or the time is over."""
-    lock = allocate_lock()
-    lock.acquire()
-    waiter = Waiter(lock.release)
-    if mark.add(waiter):
-        try:
-            lock.acquire(True, -1 if end is None else max(0.0, end - now()))
-        finally:
-            mark.discard(waiter)

@@ -134,7 +134,7 @@ class Launcher:
     @property
     def is_open(self) -> bool:
         """The device has not been left."""
-        return bool(self.streams["compute"].executor.is_open)
+        return bool(self.streams["compute"].queue.executor.is_open)
 
     def launched(self) -> Launched:
         """What was launched by now, for `ran`."""
@@ -151,13 +151,13 @@ class Launcher:
 
     def check_thread(self) -> None:
         """Raise StreamError inside a host function of the device: it would wait for itself."""
-        executor = self.streams["compute"].executor
+        executor = self.streams["compute"].queue.executor
         if executor.inside():
             executor.check()
 
     def marks(self) -> Sequence[Any]:
         """A mark on each stream, behind everything launched."""
-        return [stream.mark() for stream in self.streams.values()]
+        return [stream.queue.mark() for stream in self.streams.values()]
 
     def over(self, marks: Sequence[Any]) -> bool:
         """Nothing before the marks runs any more; the host waits for nothing.

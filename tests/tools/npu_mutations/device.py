@@ -19,7 +19,7 @@ from npu_fixtures import clean as clean
 import kvcore
 from kvcore.npu.call import launch
 from kvcore.npu.cann import constants, library
-from kvcore.npu.driver import graph, handles, hostcalls, memory, records, stream
+from kvcore.npu.driver import flight, graph, handles, hostcalls, memory, records
 
 MUTATIONS: dict[str, Break] = {}
 
@@ -60,12 +60,14 @@ def threads_without_a_device(patch: Patch) -> None:
 
 @mutation
 def memory_goes_before_the_stream_has_passed(patch: Patch) -> None:
-    took = stream.AclStream._took
+    took = flight.Flight.took
     kept = (records.Record, records.Dependency, hostcalls.HostCall)
     patch.setattr(
-        stream.AclStream,
-        "_took",
-        lambda self, item: took(self, item) if isinstance(item, kept) else None,
+        flight.Flight,
+        "took",
+        lambda self, item, losses=None: (
+            took(self, item, losses) if isinstance(item, kept) else None
+        ),
     )
 
 
@@ -211,9 +213,9 @@ def a_capture_waits_for_its_stream(patch: Patch) -> None:
 def a_graph_s_memory_goes_at_once(patch: Patch) -> None:
     add = graph.Models.add
 
-    def around(self: Any, one: Any, model: int, owned: list[Any]) -> None:
+    def around(self: Any, one: Any, model: int, owned: list[Any], events: list[int]) -> None:
         graph._release(owned, [])
-        add(self, one, model, owned)
+        add(self, one, model, owned, events)
 
     patch.setattr(graph.Models, "add", around)
 

@@ -21,9 +21,10 @@ from kvcore.errors import KVCoreError
 from kvcore.npu.call import launch
 from kvcore.npu.call import memory as pools
 from kvcore.npu.cann import constants, library
-from kvcore.npu.driver import memory, records, stream, transfers
-from kvcore.npu.driver.device import AclDevice
+from kvcore.npu.driver import lane, memory, records, transfers
+from kvcore.npu.driver.device import AclDriver
 from kvcore.npu.driver.handles import Handles
+from kvcore.runtime.leaving import Life
 from kvcore.runtime.memory import space_of
 
 Program = Callable[[Double, kvcore.Device], Iterator[str]]
@@ -38,7 +39,7 @@ def polling(double: Double, dev: kvcore.Device) -> Iterator[str]:
     one.fill(there, 3)
     one.copy(here, there)
     done = one.record_event()
-    one._next_look = float("inf")  # a look for failures would wait a little
+    one.queue.lane._next_look = float("inf")  # a look for failures would wait a little
     before, first = double.num_calls("aclrtQueryEventStatus"), None
     while double.num_calls("aclrtQueryEventStatus") == before and not first:
         first = done.query()
@@ -235,7 +236,7 @@ def events_are_asked_by_the_older_function(patch: Patch) -> None:
 
 @mutation(polling)
 def a_glance_of_less_than_for_ever(patch: Patch) -> None:
-    patch.setattr(stream, "GLANCE_MS", -2)
+    patch.setattr(lane, "GLANCE_MS", -2)
 
 
 @mutation(copying)
@@ -263,8 +264,8 @@ def pageable_memory_is_copied_as_pinned(patch: Patch) -> None:
 def staging_memory_is_not_pinned(patch: Patch) -> None:
     wrap(
         patch,
-        AclDevice,
-        "_scratch",
+        AclDriver,
+        "scratch",
         lambda original, self, space, nbytes: (
             np.empty(nbytes, np.uint8) if space == "host" else original(self, space, nbytes)
         ),
@@ -365,14 +366,14 @@ def streams_share_a_workspace(patch: Patch) -> None:
 @mutation(two_queues)
 def leaving_waits_for_nothing(patch: Patch) -> None:
     """Each stream's mark, and each stream: either alone would do."""
-    patch.setattr(AclDevice, "_marks", lambda self: [])
+    patch.setattr(Life, "marks", lambda self: [])
     patch.setattr(Handles, "settle", lambda self: [])
-    wrap(patch, AclDevice, "_close", lambda original, self: (_handed_over(self), original(self)))
+    wrap(patch, Life, "_close", lambda original, self: (_handed_over(self), original(self)))
 
 
-def _handed_over(device: AclDevice) -> None:
-    for one in device._streams:
-        record: records.Record = one.mark().position
+def _handed_over(life: Life) -> None:
+    for queue in life._core.queues:
+        record: records.Record = queue.mark().position
         while record.ready.pending:
             pass
 
