@@ -10,11 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -24,6 +19,7 @@ import pytest
 
 import kvcore
 from cancels import WAYS, Outcome, run
+from ctrl_c import interrupt
 from kvcore.errors import CaptureError, ParamInvalidError, StreamError
 from kvcore.offload import DecodeFailed, PrefillOffloader
 from offload.decode_world import World, device
@@ -555,24 +551,14 @@ async def test_prefill_while_its_waits_are_cancelled(way: str) -> None:
 
 
 PROGRAM = """
-import asyncio, os, signal, sys, threading
 import numpy as np
-import kvcore
 from kvcore.offload import DecodeEngine
 
-install = signal.signal
-def told(handler):
-    def handle(number, frame):
-        os.write(1, b"signal\\n")
-        handler(number, frame)
-    return handle
-signal.signal = lambda number, handler: install(number, told(handler))
+see_signals()
 
 def rows(request, layer, first, count):
     if first == 5 and request == "a":
-        os.write(1, b"running\\n")
-        sys.stdin.readline()
-        os.write(1, b"over\\n")
+        hold()
     return [np.full((count, 16), 7, np.uint8)]
 
 def make(dev):
@@ -600,14 +586,7 @@ def plain():
         finally:
             os.write(1, f"{engine.requests} {engine.leaving}\\n".encode())
 
-try:
-    asyncio.run(body()) if sys.argv[1] == "asyncio" else plain()
-except KeyboardInterrupt:
-    install(signal.SIGINT, signal.SIG_IGN)
-    os.write(1, b"interrupted\\n")
-for thread in threading.enumerate():
-    if thread.name.startswith("kvcore"):
-        thread.join(50)
+run((lambda: asyncio.run(body())) if sys.argv[1] == "asyncio" else plain)
 """
 
 
@@ -616,39 +595,15 @@ for thread in threading.enumerate():
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c(how: str, times: int, anyio_backend: str) -> None:
     """The request has left when its operations are over, or is leaving; never in between."""
-    with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, how],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1,
-    ) as child:  # fmt: skip
-        assert child.stdout is not None
-        assert child.stdin is not None
-        try:
-            assert child.stdout.readline() == "running\n"
-            lines: list[str] = []
-            for _ in range(times):
-                child.send_signal(signal.SIGINT)
-                while not lines or lines[-1] != "signal\n":
-                    # (Python sees one that comes just before a system call when that is over)
-                    while not select.select([child.stdout], [], [], 2)[0]:
-                        child.send_signal(signal.SIGINT)
-                    lines.append(child.stdout.readline())
-                    assert lines[-1]
-                lines = [line for line in lines if line != "signal\n"]
-            child.stdin.write("\n")
-            child.stdin.close()
-            lines += child.stdout.read().splitlines(keepends=True)
-            errors.seek(0)
-            assert "interrupted\n" in lines, errors.read()
-            states = [line for line in lines if line.startswith("(")]
-            # (the second one can end the program before it prints)
-            assert len(states) == 1 or (times == 2 and not states), lines
-            leaving, left = "('a',) ('a',)\n", "() ()\n"
-            for state in states:
-                early = lines.index(state) < lines.index("over\n")
-                assert state in ((leaving,) if early else (leaving, left)), lines
-                if how == "asyncio" and times == 1:  # a cancel
-                    assert not early, lines
-                    assert state == left, lines
-            assert child.wait(50) == 0
-        finally:
-            child.kill()
+    lines, errors = interrupt(PROGRAM, how, times=times)
+    assert "interrupted\n" in lines, errors
+    states = [line for line in lines if line.startswith("(")]
+    # (the second one can end the program before it prints)
+    assert len(states) == 1 or (times == 2 and not states), lines
+    leaving, left = "('a',) ('a',)\n", "() ()\n"
+    for state in states:
+        early = lines.index(state) < lines.index("over\n")
+        assert state in ((leaving,) if early else (leaving, left)), lines
+        if how == "asyncio" and times == 1:  # a cancel
+            assert not early, lines
+            assert state == left, lines

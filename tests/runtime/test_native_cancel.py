@@ -11,11 +11,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import select
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
@@ -26,6 +21,7 @@ from fakes import FakePlan, device
 
 import kvcore
 from cancels import WAYS, Outcome, run
+from ctrl_c import interrupt
 
 pytestmark = pytest.mark.parametrize("anyio_backend", ["asyncio"])
 
@@ -415,28 +411,16 @@ def test_the_end_of_a_loop_in_the_middle_of_work(clock: str, anyio_backend: str)
 
 
 PROGRAM = """
-import asyncio, os, signal, sys, threading
 import trio
-import kvcore
 
-install = signal.signal
-def told(handler):
-    def handle(number, frame):
-        os.write(1, b"signal\\n")
-        handler(number, frame)
-    return handle
 how, inside = sys.argv[1:]
 if how != "trio":  # which knows its own handler
-    signal.signal = lambda number, handler: install(number, told(handler))
-kept, go = [], threading.Event()
-def running():
-    os.write(1, b"running\\n")
-    sys.stdin.readline()
-    os.write(1, b"over\\n")
+    see_signals()
+kept = []
 
 def begin(dev):
     kept.append(dev.empty(10))
-    dev.stream().call(running)
+    dev.stream().call(hold)
 
 async def body(pause):
     async with kvcore.Device() as dev:
@@ -451,19 +435,11 @@ def plain():
         if inside == "block":
             threading.Event().wait(3600)
 
-try:
-    if how == "asyncio":
-        asyncio.run(body(asyncio.sleep))
-    elif how == "trio":
-        trio.run(body, trio.sleep)
-    else:
-        plain()
-except KeyboardInterrupt:
-    install(signal.SIGINT, signal.SIG_IGN)
-    os.write(1, b"interrupted\\n")
-for thread in threading.enumerate():
-    if thread.name.startswith("kvcore"):
-        thread.join(50)
+run({
+    "asyncio": lambda: asyncio.run(body(asyncio.sleep)),
+    "trio": lambda: trio.run(body, trio.sleep),
+    "plain": plain,
+}[how])
 left = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvcore")]
 print(left, kept[0].freed, kept[0].device.memory().used, flush=True)
 """
@@ -534,29 +510,5 @@ def test_what_ends_the_leaving_of_a_plain_block_at_once(
 @pytest.mark.parametrize("inside", ["block", "leaving"])
 def test_ctrl_c(how: str, times: int, inside: str, anyio_backend: str) -> None:
     """Inside the block and while it is left: at the end no thread and no memory is left."""
-    with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, how, inside],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1,
-    ) as child:  # fmt: skip
-        assert child.stdout is not None
-        assert child.stdin is not None
-        try:
-            assert child.stdout.readline() == "running\n"
-            lines: list[str] = []
-            for _ in range(times):
-                child.send_signal(signal.SIGINT)
-                while how != "trio" and (not lines or lines[-1] != "signal\n"):
-                    # (Python sees one that comes just before a system call when that is over)
-                    while not select.select([child.stdout], [], [], 2)[0]:
-                        child.send_signal(signal.SIGINT)
-                    lines.append(child.stdout.readline())
-                    assert lines[-1]
-                lines = [line for line in lines if line != "signal\n"]
-            child.stdin.write("\n")
-            child.stdin.close()
-            lines += child.stdout.read().splitlines(keepends=True)
-            errors.seek(0)
-            assert sorted(lines) == ["[] True 0\n", "interrupted\n", "over\n"], errors.read()
-            assert child.wait(50) == 0
-        finally:
-            child.kill()
+    lines, errors = interrupt(PROGRAM, how, inside, times=times, seen=how != "trio")
+    assert sorted(lines) == ["[] True 0\n", "interrupted\n", "over\n"], errors

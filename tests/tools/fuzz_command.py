@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.cli import main, status
+from kvcore.replay.options import flags_of, options_of
 
 STATUSES = {status.OK, status.FAILED, status.USAGE, status.INTERRUPTED, status.BROKEN_PIPE}
 TRACE = {"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [0, 1]}
@@ -66,14 +67,12 @@ OPTIONS = {
     "bench": ["--json", "--list", "--seconds", "--save", "--compare"],
     "check": ["--log", "--operator", "--order", "--soc", "--json"],
     "emulate": ["--soc", "--devices", "--memory", "--check"],
+    # (a sweep's processes would outlast a case; --max-batch is --batch)
     "replay": [
-        "--requests", "--seed", "--model", "--layers", "--num-heads", "--head-size",
-        "--value-head-size", "--dtype", "--blocks", "--cache-mib", "--block-size", "--layout",
-        "--batch", "--chunk", "--threads", "--policy", "--pool", "--fidelity", "--device",
-        "--prefill-tokens-per-s", "--prefill", "--drafts", "--accept", "--write-policy",
-        "--arrivals", "--abort-share", "--sample-requests", "--sample-layers", "--verify-samples",
-        "--json", "--trace", "--html", "--progress", "--compare", "--tolerance", "--sweep",
-        "--results", "--ray",
+        flag
+        for name, declared in options_of()
+        for flag in flags_of(name, declared)
+        if declared.written and flag not in ("--jobs", "--max-batch")
     ],
 }  # fmt: skip
 CHOICES = {
