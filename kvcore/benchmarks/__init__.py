@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured cases: each operator beside a plain copy of the same bytes and what else one would call.
+"""Measured cases: each operator, a plain copy of the same bytes, and what else one would call.
 
 ``cases`` says what is measured, ``runner`` how: the functions of a case run in turn, many rounds,
 so that whatever else the machine does hits all of them alike, and medians are compared.

@@ -16,7 +16,7 @@ Functions = dict[str, Callable[[], Any]]
 
 
 def torch_if_installed() -> Any:
-    """torch where it is loaded or can be; measured beside the rest only then."""
+    """torch where it is loaded or can be; measured with the rest only then."""
     try:
         import torch
     except ImportError:

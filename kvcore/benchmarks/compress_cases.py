@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compression beside a copy of the bytes, and slices in numpy and torch."""
+"""Compression, compared with a copy of the bytes and with slices in numpy and torch."""
 
 from __future__ import annotations
 

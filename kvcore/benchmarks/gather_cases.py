@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers beside np.take and torch's index_select of the same rows."""
+"""Gathers, compared with np.take and torch's index_select of the same rows."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def gather() -> Functions:
 
 
 def select(held: float) -> Functions:
-    """A sparse-attention selection, step after step, beside peers that are told what is missing.
+    """A sparse-attention selection, step after step; its peers are given what is missing.
 
     The ids of a step are a window of a row's ids in random order, which moves on by what is
-    missing; the peers fetch the missing rows of other steps.  So nobody reads what another has just
-    brought into a cache, and nothing is read again before the whole full cache was.  The last peer
-    has no books: it fetches the whole selection.
+    missing; the peers fetch the missing rows of other steps.  So no peer reads what another has
+    just brought into a cache, and nothing is read again before the whole full cache was.  The last
+    peer does not know what is held, and fetches the whole selection.
     """
     rng = np.random.default_rng(0)
     pages = CONTEXT // FULL_PAGE

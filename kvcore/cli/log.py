@@ -74,14 +74,14 @@ class Log:
 
     def summary(self) -> str:
         """How much of it was understood, in a sentence."""
-        told = (
+        read = (
             f"{_many(self.lines, 'line')} read, {self.calls} with a call,"
             f" {self.not_understood} not understood"
         )
         if self.first_close is None:
-            return told
+            return read
         return (
-            f"{told}; {self.close} of these name{'s' * (self.close == 1)} arrays of"
+            f"{read}; {self.close} of these name{'s' * (self.close == 1)} arrays of"
             f" {self._question.operator.name}, first line {self.first_close}: {self.reason}"
         )
 

@@ -42,7 +42,7 @@ def say(text: str, *, lines: bool = False, end: str = "\n") -> None:
 
 
 def tell(text: str, *, lines: bool = False) -> None:
-    """Print to standard error.  When nobody can be told there is nobody to tell that either."""
+    """Print to standard error.  Without a standard error it does nothing."""
     stream = sys.stderr
     with suppress(OSError):
         if stream is not None:

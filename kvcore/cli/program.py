@@ -133,7 +133,7 @@ def _flushed(code: int) -> int:
         flush()
     except BrokenPipeError:
         raise
-    except OSError as error:  # a full disk: what was to be told is not
+    except OSError as error:  # a full disk: what was to be printed is not
         refused = _refused("kvcore", error)
         return refused if code in (status.OK, status.FAILED) else code
     return code

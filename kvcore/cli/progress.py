@@ -18,23 +18,23 @@ SECONDS_BETWEEN_UPDATES = 0.1
 
 
 class Served(Protocol):
-    """What a replay says of how far it is."""
+    """How far a replay is."""
 
     @property
     def seen_tokens(self) -> int:
-        """Of ``total_tokens``."""
+        """Tokens served, of ``total_tokens``."""
 
     @property
     def total_tokens(self) -> int:
-        """Of the trace."""
+        """Tokens of the trace."""
 
     @property
     def finished_requests(self) -> int:
-        """Of ``total_requests``."""
+        """Requests that have left, of ``total_requests``."""
 
     @property
     def total_requests(self) -> int:
-        """Of the trace."""
+        """Requests of the trace."""
 
 
 Update = Callable[[Served], None]

@@ -4,7 +4,7 @@
 The device keeps a ring of staging buffers, not a cache.  For each layer the computation takes a
 buffer, writes the layer's keys and values into it, and hands it over; a copy stream takes the rows
 to their blocks on the host.  Two events tie the streams together: the copy waits for the rows, and
-whoever takes the buffer next waits for the copy.  The host never waits::
+the next user of the buffer waits for the copy.  The host never waits::
 
     offloader = PrefillOffloader(device, full, max_tokens=512, copies=device.stream("d2h"))
     for layer in full:

@@ -57,7 +57,7 @@ class Option:
              takes, where that is more than ``high`` (None), which is then refused by name later.
     choices: the values that there are, or "module:NAME" of where they are listed.
     flags:   as it is written, where that is not the field's name; empty for an argument.
-    said:    the default, in words, where it is not the field's.
+    said:    how the default is described, where it is not the field's.
     only:    the kind of replay that it makes or belongs to: "caches", "offload", "" for both.
     axis:    whether a sweep may vary it.
     written: whether it can be written on the command line at all.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker processes of a sweep.
 
-Each runs one point at a time and sends its report through a pipe.  A worker that is killed is told
-apart from a point that fails, and is named with the point it was at.  Workers end with the process
+Each runs one point at a time and sends its report through a pipe.  A worker that is killed is
+reported with the point it ran, and not as a point that failed.  Workers end with the process
 that started them, however that ends: each watches it, since a worker in the middle of a point reads
 no pipe.  Ctrl-C is the starting process's alone to answer.
 """
@@ -28,7 +28,7 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """How messages name the point."""
 
 
 P = TypeVar("P", bound=Named)

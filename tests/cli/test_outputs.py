@@ -88,7 +88,7 @@ def test_a_comparison_writes_no_file(
     here: Path, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     assert main(["replay", "--compare", "a.json", "a.json", option, "a.json"]) == 2
-    expected = f"{option}: expected no file to write beside --compare, got one"
+    expected = f"{option}: expected no file to write together with --compare, got one"
     assert expected in capsys.readouterr().err
     assert (here / "a.json").read_text() == "{}"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvcore bench``: each operator beside a plain copy of the same bytes, numpy and torch."""
+"""``kvcore bench``: each operator compared with a plain copy of the same bytes, numpy and torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def register(subparsers: Subparsers[Parser]) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure the operators beside copyto, numpy and torch",
+        help="measure the operators and copyto, numpy and torch",
         description="Measure each case's functions in turn, many rounds, and print medians. A "
         "ratio is kvcore's time over the peer's: below 1 kvcore is faster. Peers that are not "
         "installed are left out.",

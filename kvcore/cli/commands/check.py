@@ -40,9 +40,9 @@ A line of a log is a call when a shape and a dtype stand behind the names of its
 "key [4, 8, 128] torch.float16, keyCache: (64, 16, 8, 128) DT_FLOAT16 ...", or when it holds a list
 of shapes and one of dtypes, with semicolons, as profilers write them; of equal calls the first is
 shown. Attributes printed one by one, key.shape=torch.Size([4, 8, 128]) key.dtype=torch.float16, are
-as good. The last line says how many lines hold a call and how many were not understood. Words
-beside --log hold for each of its lines. Arrays count as contiguous, and contents do not count: a
-SoC may have rules about values too.
+as good. The last line says how many lines hold a call and how many were not understood. Arguments
+given together with --log hold for each of its lines. Arrays count as contiguous, and contents do
+not count: a SoC may have rules about values too.
 
 Exit status: 0 when every SoC asked for runs every call, with warnings or without; 1 when one
 refuses; 2 for a wrong option, an argument left out, and a log without a call."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The books of offloaded blocks, with the semantics of vLLM's offloading manager.
+"""Which keys are offloaded to which blocks, with the semantics of vLLM's offloading manager.
 
 A scheduler asks the manager; a worker moves the bytes; they meet in pairs of calls::
 

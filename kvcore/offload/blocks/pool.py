@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The books of a paged cache: who holds which block, and what each block holds.
+"""Which request holds which block of a paged cache, and what each block holds.
 
 The pool never sees a byte.  A block is in one of three states:
 
 - *held*: referenced by one or more owners;
 - *cached*: referenced by nobody, its content still known by one or more keys, and so taken
-  again by whoever asks for that content; the least recently released is given away first;
+  again by a request for that content; the least recently released is given away first;
 - *clean*: neither; given away before any cached block.
 
 ``used`` counts held blocks and ``free`` the others, so ``used + free == capacity`` at any time.
@@ -48,12 +48,12 @@ class BlockPool:
 
     @property
     def capacity(self) -> int:
-        """Blocks in all."""
+        """Number of blocks, used and free together."""
         return len(self._references)
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds, cached ones included."""
+        """Blocks that no request holds, cached ones included."""
         return len(self._clean) + len(self._cached)
 
     @property
@@ -63,7 +63,7 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Blocks that nobody holds and whose content can still be met again."""
+        """Blocks that no request holds and whose content can still be met again."""
         return len(self._cached)
 
     @property

@@ -148,7 +148,7 @@ class Batch:
                 state.last = self._run.marks()
 
     def free_places(self) -> None:
-        """End the leaving of requests that nobody waits for, once their operations are over."""
+        """End the leaving of requests whose operations are over, where no call waits for them."""
         for state in self.requests:
             if state.last and self._run.over(state.last):
                 self.end_leave(state)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step before anything is launched: who writes what, and what each group attends to.
 
-All that can be wrong is found here.  The books of the pools are the last thing that changes, and
-they are taken back when a later request's ids are refused.
+All that can be wrong is found here.  The plans of the pools are made last, and are taken back when
+a later request's ids are refused.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Chooser:
         """(parts, requests without a block for their next token, drafts cut).
 
         admitted: whose accepted rows must not be written over.
-        Raises ParamInvalidError with all books as they were.
+        Raises ParamInvalidError with nothing changed.
         """
         parts: list[Part] = []
         exhausted: list[DecodeRequest] = []
@@ -110,7 +110,7 @@ class Chooser:
         return parts, exhausted, cut
 
     def take_back(self, parts: Sequence[Part]) -> None:
-        """Give up a plan that was not launched: the books hold none of it."""
+        """Give up a plan that was not launched: the pools hold none of it."""
         for part in parts:
             for group, chosen in part.chosen.items():
                 part.request.pools[group].abandon(chosen.selection)

@@ -2,8 +2,8 @@
 """Events by layer: when a layer's rows have been loaded, and when they have been saved.
 
 The names follow vLLM's connector interface (``wait_for_layer_load``, ``wait_for_save``), with
-streams instead of a blocked thread: whoever loads or saves a layer notes it on its stream, and
-whoever needs that makes its own stream wait.  Layer ids may be any integers of at least 0, in any
+streams instead of a blocked thread: a load or save of a layer is recorded on the stream that does
+it, and the stream that needs it waits.  Layer ids may be any integers of at least 0, in any
 number: {0, 2, 6} is as good as {0, 1, 2}.
 """
 
@@ -69,7 +69,7 @@ class LayerEvents:
             await event.synchronize()
 
     def synchronize_blocking(self) -> None:
-        """The same, holding this thread."""
+        """Wait as `synchronize` does, holding this thread."""
         for event in (*self._loads.values(), *self._saves.values()):
             event.synchronize_blocking()
 

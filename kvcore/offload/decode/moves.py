@@ -219,7 +219,7 @@ class RingServe:
         self._ran = False
 
     def run(self) -> None:
-        """Copy them."""
+        """Copy the rows, unless the request was aborted."""
         self._ran = not self._request.aborted
         if not self._ran:
             return
@@ -265,7 +265,10 @@ class RingStore:
         self._ran = False
 
     def run(self) -> None:
-        """Copy them.  Raises ParamInvalidError for a full cache that was resized since."""
+        """Copy the rows, unless the request was aborted.
+
+        Raises ParamInvalidError for a full cache that was resized since.
+        """
         self._ran = not self._request.aborted
         if not self._ran:
             return
@@ -348,7 +351,7 @@ class Attend:
         self._attend, self._given = attend, given
 
     def run(self) -> None:
-        """Call it."""
+        """Call the attention with its input."""
         self._attend(self._given)
 
     def touched(self) -> tuple[Accesses, Accesses]:

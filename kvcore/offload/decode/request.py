@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The books of one request in the decode engine: what is accepted, and where its newest rows are.
+"""The state of one request in the decode engine: what is accepted, where its newest rows are.
 
 Positions of a request, in order::
 

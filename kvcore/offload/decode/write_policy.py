@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When the rows of new tokens go to the full cache on the host.
 
-New rows are written into a ring of a request's own on the device (`decode_request`).  A policy
+New rows are written into a ring of a request's own on the device (`moves.Ring`).  A policy
 says, behind each step, up to which position they must be on the host:
 
 ``write_through``  all of them, the step's drafts too: the host is never behind, each row goes
@@ -29,7 +29,7 @@ class WritePolicy(Protocol):
         """The smallest ring, when a step writes at most ``most`` tokens a request."""
 
     def default_rows(self, most: int) -> int:
-        """The ring when nobody says."""
+        """The ring's rows where the caller does not say."""
 
     def due(self, clean: int, accepted: int, end: int, rows: int, most: int) -> int:
         """The position before which rows must be sent to the host now; ``clean`` for none.

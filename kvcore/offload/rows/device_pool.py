@@ -6,17 +6,16 @@ step has three parts, so that the group decides once and the writes into the poo
 path of the computation:
 
 1. ``plan(request, ids)``: which ids are held and where, which must be read, and which places
-   those take.  Once a step for the whole group; books only.
+   those take.  Once a step for the whole group; no byte is moved.
 2. ``serve(selection, layer, out)``: the rows in the order of the ids, held ones from the pool and
    the others from the host.  Exactly one copy a row.  Also in halves, for two streams:
    ``plan_hits`` and ``plan_misses``.
 3. ``install(selection, layer, out)``: the rows that were read, from ``out`` into their places.  Of
    a layer behind its serve; may run on a side stream.
 
-What is served equals the full cache's bytes, whatever the policy, as long as whoever rewrites
-rows of the full cache says so with ``invalidate``.  The order that this rests on is checked when
-a move runs: a layer's serve follows its install of the step before, and its install follows its
-serve.
+What is served equals the full cache's bytes, whatever the policy, as long as rows of the full cache
+that are rewritten are named to ``invalidate``.  The order that this rests on is checked when a move
+runs: a layer's serve follows its install of the step before, and its install follows its serve.
 """
 
 from __future__ import annotations
@@ -195,7 +194,7 @@ class DevicePool:
             fail("request", f"the request being served ({self._request!r})", repr(request))
 
     def close(self) -> None:
-        """Give the device memory back; the pool serves nobody any more."""
+        """Give the device memory back; no request can be admitted."""
         if not self._closed:
             self._closed = True
             self._request = None
@@ -299,7 +298,7 @@ class DevicePool:
         return PoolMove(self, "hits", selection, self._layer(layer), layer, out)
 
     def plan_misses(self, selection: Selection, layer: int, out: Out) -> PoolMove:
-        """The half of a serve that reads the host; before or beside the other half."""
+        """The half of a serve that reads the host, in any order with the other half."""
         return PoolMove(self, "misses", selection, self._layer(layer), layer, out)
 
     def plan_install(self, selection: Selection, layer: int, out: Out) -> PoolMove:

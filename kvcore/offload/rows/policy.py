@@ -13,7 +13,7 @@ order given; then those that are not held take places, in the order given.
               the least often wanted, by what it regrets having given away.
 
 In ``fifo`` and ``arc`` a token that a plan installs may give way to a later one of the same plan;
-it is then served and not kept.  The books know ids and places and never a byte.
+it is then served and not kept.  A policy's state holds ids and places, never a byte.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MAX_TOKENS = 2**31 - 1
 def make_books(
     policy: str, capacity: int, max_tokens: int, topk: int, ways: int | None = None
 ) -> Books:
-    """Empty books.
+    """The state of a policy for an empty pool.
 
     capacity:   places, at least ``topk``; exactly that many for ``previous``.
     max_tokens: ids are below it.
     topk:       the most ids of a plan.
     ways:       places a set, of ``fifo`` alone; a divisor of ``capacity`` (default 16).
-    Raises ParamInvalidError; DeviceOutOfMemoryError never: the books are host memory.
+    Raises ParamInvalidError; DeviceOutOfMemoryError never: the state is host memory.
     """
     sets = check_books(policy, capacity, max_tokens, topk, ways)
     if policy == "fifo":
@@ -51,7 +51,7 @@ def make_books(
 def check_books(
     policy: str, capacity: int, max_tokens: int, topk: int, ways: int | None = None
 ) -> int:
-    """The ways of such books (0 for none); raises what `make_books` would, and makes nothing."""
+    """Check the arguments of `make_books` and make nothing; returns the ways, 0 for none."""
     check_choice("policy", policy, POLICIES)
     check_integer("topk", topk, 1, MAX_CAPACITY)
     check_integer("capacity", capacity, 1, MAX_CAPACITY)

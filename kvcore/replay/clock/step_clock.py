@@ -53,7 +53,7 @@ class StepTimes:
 
 
 class StepClock:
-    """The time line of one device, which serves nobody else.
+    """The time line of one device, which has no other load.
 
     groups: layers of each group, in order; lanes: pieces of a row.
     depth:  buffers of the attention's input.

@@ -2,7 +2,7 @@
 """Models as data: what a token keeps, who chooses the top-k, how long a step computes.
 
 A profile is a set of figures, each with its basis (``measured``, ``published`` or ``assumed``) and
-its source.  Those that ship are TOML files beside this module; one's own has the same form::
+its source.  Those that ship are TOML files in this folder; one's own has the same form::
 
     name = "my model"
 
@@ -113,7 +113,7 @@ MODEL_FIGURES: dict[str, tuple[str, float, float]] = {
 STEP = ("step_fixed", "step_request", "step_attended", "step_indexed")
 REAL = frozenset(STEP)
 
-#: Models that ship, by name, and their files beside this module.
+#: Models that ship, by name, and their files in this folder.
 MODELS: dict[str, str] = {
     name: name.replace(".", "_").replace("-", "_") + ".toml"
     for name in (
@@ -179,7 +179,7 @@ class ModelProfile:
     def _number(self, key: str) -> float:
         if key not in self.figures:
             expected = f"a figure of {self.name}: {MODEL_FIGURES[key][0]}"
-            # A step needs all of them: whoever writes the profile is to learn it in one go.
+            # A step needs all of them: the author of the profile is to see it in one go.
             others = [name for name in STEP if name != key and name not in self.figures]
             too = f", with {', '.join(others)}, which are missing too" if others else ""
             fail(key, expected, f"nothing; give it in a TOML profile{too}")

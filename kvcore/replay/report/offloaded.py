@@ -34,7 +34,7 @@ class Timeline:
         self._each = 1
 
     def add(self, now_us: float, us: float, hit_rate: float, batch: int, blocks: int) -> None:
-        """Note one step."""
+        """Add one step to the line."""
         new = [now_us, 1.0, us, hit_rate, float(batch), float(blocks)]
         if self._points and self._points[-1][1] < self._each:
             self._points[-1] = _joined(self._points[-1], new)
@@ -46,7 +46,7 @@ class Timeline:
         self._points.append(new)
 
     def to_dict(self) -> dict[str, list[float]]:
-        """A list a column."""
+        """The points as columns, a list each."""
         names = ("end_us", "steps", "step_us", "hit_rate", "batch", "host_blocks")
         return {name: [p[i] for p in self._points] for i, name in enumerate(names)}
 
@@ -276,7 +276,7 @@ class OffloadReport(Report):
 
     @property
     def title(self) -> str:
-        """Of the table."""
+        """The title of the table."""
         return "kvcore replay, offload"
 
     def table(self, source: str) -> list[tuple[str, str]]:

@@ -69,7 +69,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """What came of the samples, in words."""
+        """What came of the samples, as a sentence."""
         if not self.verified_samples:
             return "nothing"
         found = "all right" if self.ok else f"{len(self.mismatches):,} ROWS WRONG"
@@ -90,7 +90,7 @@ class Report(Outcome, ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """Of the table."""
+        """The title of the table."""
 
     @abstractmethod
     def table(self, source: str) -> list[tuple[str, str]]:

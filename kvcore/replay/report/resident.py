@@ -92,7 +92,7 @@ class ReplayReport(Report):
 
     @property
     def title(self) -> str:
-        """Of the table."""
+        """The title of the table."""
         return "kvcore replay"
 
     def table(self, source: str) -> list[tuple[str, str]]:

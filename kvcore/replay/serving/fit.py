@@ -28,7 +28,7 @@ def fit(model: ModelProfile, options: OffloadOptions) -> tuple[DeviceProfile, in
         fail("model", "one with a top-k to offload", f"{model.name}, with none")
     for figure in STEP_FIGURES:
         if figure not in model.figures:
-            model.step_us(1, 1)  # words the error
+            model.step_us(1, 1)  # raises the error that names what is missing
     pool = _pool(model, options)
     if options.device.endswith(".toml"):
         device = DeviceProfile.load(options.device)

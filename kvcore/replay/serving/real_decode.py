@@ -70,12 +70,12 @@ class _WriteStaging:
         )
 
     def run(self) -> None:
-        """Write them."""
+        """Write the rows into the staging buffer."""
         for lane, rows in zip(self._staging.lanes, self._rows, strict=True):
             lane.__kvcore_array__[: len(rows)] = rows
 
     def touched(self) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
-        """Of the last run."""
+        """(reads, writes) of the last run."""
         return self.reads, self.writes
 
 

@@ -64,7 +64,7 @@ class Replay(Generic[R]):
         if not isinstance(serving, Strategy):
             serving = cast("Strategy[R]", Resident(serving, **options))
         elif options:
-            fail(next(iter(options)), "no option beside a strategy", "one")
+            fail(next(iter(options)), "no option together with a strategy", "one")
         self.serving = serving
         self._num_requests = len(requests)
         self._total_tokens = sum(request.total_tokens for request in requests)

@@ -77,7 +77,7 @@ class OffloadedSampled(Offloaded):
             state.substitute = not sampled
             first = state.place * self._blocks
             state.own_table = np.arange(first, first + self._blocks)
-            # Whoever computed the prefix, its bytes are here now.
+            # The request that computed the prefix may not be real: its bytes are put here now.
             self.real.place(request, state.own_table, 0, running.written)
 
     def _dismiss_substitutes(self, count: int) -> None:

@@ -85,7 +85,7 @@ class Step:
     copies:    (source block, target block).
     prefill:   (who, first position, number of tokens).
     decode:    who writes the token at ``written``; tokens: how many from there on, a place each.
-    admitted, preempted: for whoever keeps state of its own per request.
+    admitted, preempted: for a server that keeps state of its own for each request.
     """
 
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -130,7 +130,7 @@ class Scheduler:
 
     tables: [rows, places] int64, block of each place of each running request (its ``row``); -1
             where there is none.
-    drafts: tokens a request writes behind its next one in a step, of which `commit` is told how
+    drafts: tokens a request writes behind its next one in a step, of which `commit` takes how
             many stand.  Fewer where it ends, or where the pool has no block: nobody gives way
             for a draft.
     before_preempt: called with a request that is about to give its blocks back.

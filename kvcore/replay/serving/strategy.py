@@ -65,7 +65,7 @@ class Strategy(ABC, Generic[R_co]):
         return None
 
     def idle_until(self, ms: float) -> None:
-        """Nobody is there until then.  Called only where `now_ms` is a time."""
+        """No request is there until then.  Called only where `now_ms` is a time."""
         raise NotImplementedError
 
     @abstractmethod

@@ -52,7 +52,7 @@ class RequestRows:
             self._requests[request.index] = _Request(request, self._seed)
 
     def drop(self, index: int) -> None:
-        """It is finished."""
+        """Forget a request that has left."""
         self._requests.pop(index, None)
 
     def reject_from(self, index: int, position: int) -> None:

@@ -56,7 +56,7 @@ def run(namespace: argparse.Namespace) -> int:
         return serve.run_caches(namespace)
     caches = written(namespace, "caches")
     if caches:
-        fail(caches[0], f"no option of caches beside {offload[0]}", "both")
+        fail(caches[0], f"no option of caches together with {offload[0]}", "both")
     source, requests = serve.read_requests(namespace)
     if namespace.sweep is not None:
         from kvcore.cli.commands.replay.many import run_sweep

@@ -120,7 +120,7 @@ def files_read(namespace: argparse.Namespace) -> tuple[str, ...]:
 
 
 def refuse_outputs(namespace: argparse.Namespace) -> None:
-    """Raise for options that name a file beside ``--compare``, which writes none."""
+    """Raise for options that name a file to write: ``--compare`` writes none."""
     for name in OUTPUTS:
         if name in namespace.written:
-            fail(option_named(name), "no file to write beside --compare", "one")
+            fail(option_named(name), "no file to write together with --compare", "one")

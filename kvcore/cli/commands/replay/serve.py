@@ -130,7 +130,7 @@ def offload_options(
     }
     if namespace.prefill == "none":
         if "prefill_tokens_per_s" in values:
-            fail("--prefill", "no --prefill-tokens-per-s beside none", "both")
+            fail("--prefill", "no --prefill-tokens-per-s together with none", "both")
         values["prefill_tokens_per_s"] = None
     steps = sum(request.output_length for request in requests)
     short = steps * max(1, model.topk) * model.layers <= SHORT_ROWS
