@@ -10,20 +10,21 @@ place is not free yet.  `kvcore.offload.decode.settle` waits for the operations 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import ParamNullError, StreamError, fail
 from kvcore.offload.checks import check_identity, check_integer, read_indices
 from kvcore.offload.decode.request import DecodeRequest
-from kvcore.offload.decode.result import DecodeTotals, decode_failed
+from kvcore.offload.decode.result import DecodeTotals, RequestStep, decode_failed
 
 if TYPE_CHECKING:
+    from kvcore.offload.decode.choice import Part
     from kvcore.offload.decode.launch import Launched, Launcher
     from kvcore.offload.decode.options import EngineSettings
     from kvcore.offload.decode.places import Places
-    from kvcore.offload.decode.result import Moved, RequestStep
+    from kvcore.offload.decode.result import Moved
     from kvcore.runtime import Event
 
 __all__ = ["Batch", "LaunchedStep"]
@@ -118,6 +119,50 @@ class Batch:
         """Raise StreamError once the engine was closed."""
         if self.closing:
             raise StreamError("engine: expected an open one, got one that was closed")
+
+    # -- steps ----------------------------------------------------------------------------
+
+    def begin_step(
+        self, parts: Sequence[Part], exhausted: Sequence[DecodeRequest], cut: int
+    ) -> list[tuple[DecodeRequest, int, int]]:
+        """A step is about to be launched; returns its `LaunchedStep.before`.
+
+        exhausted: requests without a block for their next token; cut: drafts not made for want of
+        room.
+        """
+        for part in parts:
+            part.request.forget_tail()
+        self.totals.steps += 1
+        self.totals.exhausted += len(exhausted)
+        self.totals.cut_drafts += cut
+        return [(part.request, part.request.clean, part.request.epoch) for part in parts]
+
+    def wrote(
+        self, parts: Sequence[Part], exhausted: Sequence[DecodeRequest], groups: int, rows: int
+    ) -> dict[Hashable, RequestStep]:
+        """The step was launched: its tokens are in rings of ``rows``.  What it did, by request."""
+        outcomes: dict[Hashable, RequestStep] = {}
+        for part in parts:
+            request = part.request
+            request.wrote(part.tokens, rows)
+            request.clean = max(request.clean, part.send[1])
+            self.totals.tokens += part.tokens
+            moved = [part.rows(group) for group in range(groups)]
+            outcomes[request.name] = RequestStep(
+                "stepped", request.context, part.tokens,
+                *(tuple(of[i] for of in moved) for i in range(3)),
+            )  # fmt: skip
+        nothing = (0,) * groups
+        for request in exhausted:
+            outcomes[request.name] = RequestStep(
+                "exhausted", request.context, 0, nothing, nothing, nothing
+            )
+        return outcomes
+
+    def add_step(self, step: LaunchedStep) -> None:
+        """Count what the step moves, and keep it until it is seen to end."""
+        self.totals.add(step.moved)
+        self.steps.add(step)
 
     # -- leaving --------------------------------------------------------------------------
 

@@ -39,7 +39,6 @@ from kvcore.offload.decode.places import Places, check_full, read_groups
 from kvcore.offload.decode.result import (
     DecodeStatistics,
     DecodeTotals,
-    RequestStep,
     StepResult,
     decode_failed,
 )
@@ -48,7 +47,6 @@ from kvcore.offload.decode.step import DecodeStep
 from kvcore.offload.rows.full_lanes import FullLane, read_full
 
 if TYPE_CHECKING:
-    from kvcore.offload.decode.choice import Part
     from kvcore.offload.decode.layer_events import LayerEvents
     from kvcore.offload.decode.moves import MakeRows
     from kvcore.offload.decode.request import DecodeRequest
@@ -345,45 +343,13 @@ class DecodeEngine:
         except BaseException:
             self._chooser.take_back(parts)
             raise
-        return self._launch(parts, times, exhausted, cut)
-
-    def _launch(
-        self,
-        parts: Sequence[Part],
-        times: Mapping[int, float],
-        exhausted: Sequence[DecodeRequest],
-        cut: int,
-    ) -> DecodeStep:
-        for part in parts:
-            part.request.forget_tail()
-        totals = self.totals
-        totals.steps += 1
-        totals.exhausted += len(exhausted)
-        totals.cut_drafts += cut
+        begun = batch.begin_step(parts, exhausted, cut)
         copies = self._run.copies_launched()
-        before = [(p.request, p.request.clean, p.request.epoch) for p in parts]
         moved, start, end = self._run.step(parts, times)
-        groups = range(len(self.groups))
-        outcomes: dict[Hashable, RequestStep] = {}
-        for part in parts:
-            request = part.request
-            request.wrote(part.tokens, self.recent_rows)
-            request.clean = max(request.clean, part.send[1])
-            totals.tokens += part.tokens
-            rows = [part.rows(group) for group in groups]
-            outcomes[request.name] = RequestStep(
-                "stepped", request.context, part.tokens,
-                *(tuple(of[i] for of in rows) for i in range(3)),
-            )  # fmt: skip
-        nothing = (0,) * len(self.groups)
-        for request in exhausted:
-            outcomes[request.name] = RequestStep(
-                "exhausted", request.context, 0, nothing, nothing, nothing
-            )
-        totals.add(moved)
-        step = LaunchedStep(totals.steps, moved, outcomes, start, end, before, copies)
-        self._batch.steps.add(step)
-        return DecodeStep(step, self._batch, self._run, self._settler)
+        outcomes = batch.wrote(parts, exhausted, len(self.groups), self.recent_rows)
+        step = LaunchedStep(self.totals.steps, moved, outcomes, start, end, begun, copies)
+        batch.add_step(step)
+        return DecodeStep(step, batch, self._run, self._settler)
 
     async def step(
         self, requests: Sequence[Hashable], drafts: int | Mapping[Hashable, int] = 0

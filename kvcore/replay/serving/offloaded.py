@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from kvcore.errors import fail
 from kvcore.offload.blocks.pool import BlockPool
 from kvcore.offload.decode.result import StepResult
+from kvcore.replay.clock.compute_time import ComputeTime
 from kvcore.replay.clock.step_clock import StepClock
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
@@ -86,6 +87,7 @@ class Offloaded(Strategy[OffloadReport]):
             fail("options", "OffloadOptions", type(options).__name__)
         self.model, self.options = model, options
         self.profile, self.pool_entries = fit(model, options)
+        self._compute = ComputeTime(model, options.drafts)
         self.verify_samples = options.verify_samples // 2  # the others are of rows as served
         self.times = Timings()
         self.totals, self.timeline = OffloadTotals(), Timeline()
@@ -222,7 +224,8 @@ class Offloaded(Strategy[OffloadReport]):
         ]
         contexts = np.array([running.written for running in who], np.int64)
         tokens = np.array(step.tokens, np.int64)
-        compute_us = self._compute_us(contexts)
+        compute = self._compute.of(contexts)
+        compute_us = compute.us
         result = self._real_step(who, states, step.tokens, stands, compute_us)
         rows = self._rows(who, states, contexts, tokens, result)
         written = int(tokens.sum())
@@ -237,6 +240,8 @@ class Offloaded(Strategy[OffloadReport]):
             us, times, len(who), sum(stands), written, tuple(moved.tolist()),
             model.row_bytes, model.layers, compute_us,
         )  # fmt: skip
+        for part_us in compute.assumed:
+            totals.assumed_compute_us += part_us
         if result is not None:
             totals.real_rows += result.rows
         held = len(who) * device_bytes(model, options, self.pool_entries, 0)
@@ -258,25 +263,6 @@ class Offloaded(Strategy[OffloadReport]):
             return written, batch
         # The same rows in the end, a hundred at a time.
         return written, max(1.0, written / 100)
-
-    def _compute_us(self, contexts: NDArray[np.int64]) -> float:
-        model = self.model
-        drafts = int(_number(model, "step_drafts"))
-        scale = (1 + self.options.drafts) / (1 + drafts)
-        attended = float(np.minimum(contexts, model.topk).sum())
-        parts = {
-            "step_fixed": 1.0,
-            "step_request": len(contexts) * scale,
-            "step_attended": attended * scale,
-            "step_indexed": float(contexts.sum()) * scale,
-        }
-        total = 0.0
-        for key, times in parts.items():
-            us = _number(model, key) * times
-            total += us
-            if model[key].basis == "assumed":
-                self.totals.assumed_compute_us += us
-        return total
 
     def _real_step(
         self,
@@ -379,9 +365,3 @@ class Offloaded(Strategy[OffloadReport]):
             timeline=self.timeline,
             elapsed_ns=self.times.elapsed_ns,
         )
-
-
-def _number(model: ModelProfile, key: str) -> float:
-    value = model[key].value
-    assert isinstance(value, int | float)
-    return value
