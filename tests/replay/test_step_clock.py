@@ -23,7 +23,7 @@ def chosen(step: int, group: int, tokens: int) -> NDArray[np.int64]:
 
 
 @pytest.mark.parametrize("layer_us", [5.0, 200.0, 1000.0])
-@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("batch", [1, 32])
 @pytest.mark.parametrize("piece_us", [0.001, 0.05])
 def test_the_engine_takes_as_long(layer_us: float, batch: int, piece_us: float) -> None:
     """From steps that wait for the host's launches to steps that wait for the link."""
