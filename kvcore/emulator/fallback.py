@@ -56,10 +56,20 @@ def install() -> None:
     _views = Views()
     _library = torch.library.Library("aten", "IMPL")
     for name, overload in operators.overloads():
-        _library.impl(name, Kernel(overload), "PrivateUse1")
+        kernel = Kernel(overload) if operators.has_kernel(name) else _refusal(name)
+        _library.impl(name, kernel, "PrivateUse1")
     _own_library = torch.library.Library("npu", "IMPL")
     for name, overload, special in references():
         _own_library.impl(name, Kernel(overload, special), "PrivateUse1")
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    """For an operator of torch's that only other devices have."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"aten::{name}: torch has no kernel that the emulated machine can run")
+
+    return refuse
 
 
 def _tensors(value: Any) -> Iterator[Any]:
@@ -69,6 +79,11 @@ def _tensors(value: Any) -> Iterator[Any]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
+
+
+def _has_mask(args: tuple[Any, ...]) -> bool:
+    """Whether one of the indices, the second argument, is a mask."""
+    return any(x.dtype in (torch.bool, torch.uint8) for x in _tensors(args[1:2]))
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -121,7 +136,8 @@ class Kernel:
             self.written.update(self.special.writes)
         told = self.special.returns if self.special else None
         self.returns = list(told or (self._source(ret) for ret in schema.returns))
-        self.waits = operators.depends_on_data(overload)
+        self.masks_wait = operators.waits_for_masks(overload)
+        self.waits = operators.depends_on_data(overload) and not self.masks_wait
         self.random = operators.is_random(overload)
         self.seeded = operators.with_generator(overload) if self.random else None
         self.by_value = not any("Tensor" in str(a.type) for a in schema.arguments)
@@ -152,7 +168,7 @@ class Kernel:
         stream = _raw_stream(device)
         if self.random:
             args, kwargs = self._with_generator(args, kwargs, device)
-        if self.waits:
+        if self.waits or (self.masks_wait and _has_mask(args)):
             return self._wait(args, kwargs, device, where)
         outputs = self._outputs(args, kwargs, device)
         new = [

@@ -12,10 +12,13 @@ __all__ = [
     "OWN",
     "SPECIAL",
     "Special",
+    "behaviours",
     "depends_on_data",
+    "has_kernel",
     "is_random",
     "overloads",
     "takes_host_indices",
+    "waits_for_masks",
     "with_generator",
 ]
 
@@ -58,6 +61,14 @@ def _find(name: str) -> Any:
     return None if found is None else getattr(found, overload or "default", None)
 
 
+def _defined(name: str) -> Any:
+    """The overload, None for a name that has kernels and that nobody has defined."""
+    try:
+        return _find(name)
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def _is_view(schema: Any) -> bool:
     """Whether it returns a view of an argument that it does not write."""
     return any(ret.alias_info and not ret.alias_info.is_write for ret in schema.returns)
@@ -68,10 +79,7 @@ def overloads() -> Iterator[tuple[str, Any]]:
     for name in _names():
         if name in OWN:
             continue
-        try:
-            found = _find(name)
-        except (AttributeError, RuntimeError):  # registered, and defined by nobody
-            continue
+        found = _defined(name)
         if found is None or _is_view(found._schema):
             continue
         if any(
@@ -85,6 +93,47 @@ def _short(overload: Any) -> str:
     return str(overload).removeprefix("aten.").removesuffix(".default")
 
 
+_COMPOSED = (
+    "CompositeImplicitAutograd",
+    "CompositeExplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+)
+
+
+def has_kernel(name: str) -> bool:
+    """Whether something can run on CPU tensors in the operator's place."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return any(has(f"aten::{name}", key) for key in ("CPU", *_COMPOSED)) or (
+        str(_find(name)) in SPECIAL
+    )
+
+
+def behaviours() -> dict[str, str]:
+    """How the machine runs each overload of torch's.
+
+    "deferred": torch's CPU kernel as a task in stream order.  "waits": the call waits for its
+    stream; a capture refuses it.  "own": torch_npu's own code on the machine's runtime, or a view.
+    "composed": torch makes it of other operators.  "refused": nobody has a kernel; an error at the
+    call that names it.
+    """
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    ours = dict(overloads())
+    found = {}
+    for full in torch._C._dispatch_get_all_op_names():
+        name = full.removeprefix("aten::")
+        if name == full or _defined(name) is None:
+            continue
+        if name in ours:
+            waits = depends_on_data(ours[name]) and not waits_for_masks(ours[name])
+            kind = ("waits" if waits else "deferred") if has_kernel(name) else "refused"
+        elif has(full, "PrivateUse1"):
+            kind = "own"
+        else:
+            kind = "composed" if any(has(full, key) for key in _COMPOSED) else "refused"
+        found[name] = kind
+    return found
+
+
 def depends_on_data(overload: Any) -> bool:
     """Whether the call must wait for its stream before it can return."""
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -94,6 +143,11 @@ def depends_on_data(overload: Any) -> bool:
         or any(tag in overload.tags for tag in tags)
         or any("Tensor" not in kind for kind in returns)
     )
+
+
+def waits_for_masks(overload: Any) -> bool:
+    """Whether the call waits only if there is a mask among its indices: the mask gives the size."""
+    return _short(overload) in ("index.Tensor", "index.Tensor_out", "_unsafe_index.Tensor")
 
 
 def is_random(overload: Any) -> bool:

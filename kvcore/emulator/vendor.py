@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that clients of torch_npu reach outside of it: three of ATB's, and one custom operator.
+"""Operators that clients of torch_npu reach outside of it: of ATB, of a recipe, of vllm-ascend.
 
 ATB's library is a package of its own, without which torch_npu defines none of its operators; the
-custom operator comes with a library that is built on the device.  Where nobody has defined them,
-they are defined here, on the machine's own kernels.
+others come with libraries that are built on the device.  Where nobody has defined them, they are
+defined here, on the machine's own kernels and copies.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
 import torch_npu
 
 import kvcore
+from kvcore.emulator import machine, tasks
 
 __all__ = ["define"]
 
@@ -137,6 +139,37 @@ def _gather_selection(*arrays: Any, selection_topk_block_size: int = 64) -> Any:
     )
 
 
+#: Kinds of aclrtMemcpyAsync by the operator's directions: to the device, to the host, within.
+_KINDS = (1, 2, 3)
+
+
+def _swap_blocks_batch(x: Any, y: Any, z: Any, direction: int) -> None:
+    """Copies of z[i] bytes from address x[i] to address y[i], on the current stream."""
+    for name, numbers in (("x", x), ("y", y), ("z", z)):
+        if numbers.dtype != torch.int64 or numbers.shape != (len(x),):
+            raise RuntimeError(
+                f"swap_blocks_batch: {name}: expected int64 [{len(x)}] on the CPU, got "
+                f"{numbers.dtype} {list(numbers.shape)}"
+            )
+    if direction not in range(3):
+        raise RuntimeError(
+            "swap_blocks_batch: direction: expected 0 (to the device), 1 (to the host) or 2 "
+            f"(within the device), got {direction}"
+        )
+    if len(z) and int(z.min()) < 0:
+        raise RuntimeError(f"swap_blocks_batch: z: expected sizes >= 0, got {int(z.min())}")
+    copy = machine.load().core.aclrtMemcpyAsync
+    copy.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t,
+                     ctypes.c_int, ctypes.c_void_p]  # fmt: skip
+    stream = torch_npu.npu.current_stream().npu_stream
+    for i, (source, target, size) in enumerate(
+        zip(x.tolist(), y.tolist(), z.tolist(), strict=True)
+    ):
+        code = copy(target, size, source, size, _KINDS[direction], stream) if size else 0
+        if code:
+            raise RuntimeError(f"swap_blocks_batch: copy {i}: {tasks.failure(code)}")
+
+
 _OPERATORS = (
     (
         "atb",
@@ -165,6 +198,12 @@ _OPERATORS = (
         _gather_selection,
         "torch_npu",
     ),
+    (
+        "_C_ascend",
+        "swap_blocks_batch(Tensor x, Tensor y, Tensor z, int direction) -> ()",
+        _swap_blocks_batch,
+        None,
+    ),
 )
 
 
@@ -175,6 +214,7 @@ def define() -> None:
         for space, name in (
             ("atb", "_npu_reshape_and_cache"),
             ("custom", "npu_gather_selection_kv_cache"),
+            ("_C_ascend", "swap_blocks_batch"),
         )
     }
     for space, schema, function, module in _OPERATORS:
@@ -183,7 +223,8 @@ def define() -> None:
         library = torch.library.Library(space, "FRAGMENT")
         name = schema.partition("(")[0]
         library.define(schema)
-        library.impl(name, function, "PrivateUse1")
+        # The lists of addresses are the host's.
+        library.impl(name, function, "CPU" if space == "_C_ascend" else "PrivateUse1")
         _libraries.append(library)
         if module is not None:
             place = torch_npu if module == "torch_npu" else torch_npu.atb

@@ -172,6 +172,23 @@ def test_captured_and_replayed(npu: Any, torch: Any) -> None:
         assert x.cpu().tolist() == [expected] * 4
 
 
+def test_indices_are_captured_and_masks_are_not(npu: Any, torch: Any) -> None:
+    x, index = torch.arange(6.0).npu(), torch.tensor([4, 0]).npu()
+    torch.npu.synchronize()
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        y = x[index]
+    for places in ([4, 0], [1, 5]):
+        index.copy_(torch.tensor(places))
+        graph.replay()
+        assert y.cpu().tolist() == [float(p) for p in places]
+    another = torch.npu.NPUGraph()
+    with pytest.raises(RuntimeError, match="depends on data"), torch.npu.graph(another):
+        x[x > 2]
+    torch.npu.synchronize()
+    same(x[x > 2], torch.arange(3.0, 6.0), torch)
+
+
 def test_what_a_dropped_graph_held_is_forgotten(npu: Any, torch: Any) -> None:
     from kvcore.emulator import tasks
 

@@ -218,6 +218,56 @@ def test_gather_selection(npu: Any, torch: Any) -> None:
             assert found == {tuple(row) for row in full[first].tolist()}
 
 
+def addresses(torch: Any, *tensors: Any) -> Any:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors])
+
+
+def test_swap_blocks(npu: Any, torch: Any) -> None:
+    """To the host, within the device and back, in stream order; nothing beside the blocks."""
+    host = torch.zeros(4, 64, dtype=torch.float16).pin_memory()
+    there = rows(torch, 4, 64).npu()
+    wanted = there.cpu()
+    sizes = torch.tensor([128, 128])
+    swap = torch.ops._C_ascend.swap_blocks_batch
+    there.mul_(2)  # before the copies
+    swap(addresses(torch, there[0], there[3]), addresses(torch, host[2], host[1]), sizes, 1)
+    swap(addresses(torch, there[1]), addresses(torch, there[2]), sizes[:1], 2)
+    swap(addresses(torch, host[2]), addresses(torch, there[1]), sizes[:1], 0)
+    torch.npu.synchronize()
+    assert torch.equal(host, torch.stack([wanted[0] * 0, wanted[3] * 2, wanted[0] * 2, host[3]]))
+    assert torch.equal(there.cpu(), wanted[[0, 0, 1, 3]] * 2)
+
+
+def test_swap_blocks_in_a_graph(npu: Any, torch: Any) -> None:
+    host, there = torch.zeros(64).pin_memory(), torch.zeros(64).npu()
+    size = torch.tensor([256])
+    torch.npu.synchronize()
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        there.add_(1)
+        torch.ops._C_ascend.swap_blocks_batch(
+            addresses(torch, there), addresses(torch, host), size, 1
+        )
+    for n in (1.0, 2.0):
+        graph.replay()
+        torch.npu.synchronize()
+        assert host.tolist() == [n] * 64
+
+
+def test_swap_blocks_refuses(npu: Any, torch: Any) -> None:
+    swap, there = torch.ops._C_ascend.swap_blocks_batch, torch.zeros(64).npu()
+    at, size = addresses(torch, there), torch.tensor([256])
+    for arguments, words in (
+        ((at, at, size.int(), 2), "z: expected int64"),
+        ((at, at, torch.tensor([256, 1]), 2), r"z: expected int64 \[1\]"),
+        ((at, at, size, 3), "direction: expected 0"),
+        ((at, at, -size, 2), "sizes >= 0"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            swap(*arguments)
+    swap(at[:0], at[:0], size[:0], 2)
+
+
 # ---------------------------------------------------------------- formats and swapped memory
 @pytest.mark.parametrize("shape", [(16, 16), (2, 32, 48), (3, 17, 5), (2, 3, 20, 33)])
 @pytest.mark.parametrize("name", ["float16", "float32", "int8", "bfloat16"])
