@@ -136,6 +136,10 @@ class Kernel:
             self.written.update(self.special.writes)
         told = self.special.returns if self.special else None
         self.returns = list(told or (self._source(ret) for ret in schema.returns))
+        self.lists = [str(ret.type).startswith("List") for ret in schema.returns]
+        self.single = len(self.returns) == 1
+        #: One new tensor, as most operators return.
+        self.plain = self.single and self.returns[0] is None and not self.lists[0]
         self.masks_wait = operators.waits_for_masks(overload)
         self.waits = operators.depends_on_data(overload) and not self.masks_wait
         self.random = operators.is_random(overload)
@@ -300,10 +304,10 @@ class Kernel:
             given = kwargs[name]
             if isinstance(given, torch.Tensor):
                 asked[name] = torch.empty(0, dtype=given.dtype, device="meta")
-        if self.special and self.special.check:
-            self.special.check(*args, **kwargs)
         run = self.special.meta if self.special and self.special.meta else self.overload
         result = run(*(_mapped(value, meta) for value in args), **asked)
+        if self.special and self.special.check:
+            self.special.check(*args, **kwargs)
         resized = [
             (name, Output(asked[name]))
             for name in self.out_names
@@ -321,18 +325,19 @@ class Kernel:
 
     def _result(self, args: tuple[Any, ...], kwargs: dict[str, Any], new: list[Any]) -> Any:
         """What the call returns: its own arguments where the schema says so, else the new ones."""
+        if self.plain:
+            return new[0]
         if not self.returns:
             return None
-        types = [str(ret.type) for ret in self.overload._schema.returns]
         rest = iter(new)
         made = []
-        for source, kind in zip(self.returns, types, strict=True):
+        for source, is_list in zip(self.returns, self.lists, strict=True):
             if source is not None:
                 name, _, member = source.partition("[")
                 position = self.names.index(name)
                 value = args[position] if position < len(args) else kwargs[name]
                 made.append(value[int(member[:-1])] if member else value)
-            elif kind.startswith("List"):
+            elif is_list:
                 made.append(list(rest))
             else:
                 made.append(next(rest))
@@ -392,11 +397,14 @@ class Kernel:
         for tensor in new:
             if tensor is not None and tensor.numel():
                 touches.extend((tensor.data_ptr(), span(tensor), 1))
-        sources, single = self.returns, len(self.returns) == 1
+        sources, single = self.returns, self.single
         if not new:
+            task = call
+        elif self.plain and targets[0] is not None:
+            (target,) = targets
 
             def task() -> None:
-                call()
+                target.copy_(call())
         else:
 
             def task() -> None:

@@ -59,6 +59,8 @@ class Views:
 
 def span(tensor: Any) -> int:
     """Bytes from a tensor's first element to past its last."""
+    if tensor.is_contiguous():
+        return int(tensor.nbytes)
     if tensor.numel() == 0:
         return 0
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

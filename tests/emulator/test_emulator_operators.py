@@ -30,7 +30,8 @@ def test_every_overload_has_one_behaviour(behaviours: dict[str, str]) -> None:
         "add.Tensor": "deferred", "mm": "deferred", "index_select": "deferred",
         "copy_": "own", "as_strided": "own", "empty.memory_format": "own",
         "nonzero": "waits", "equal": "waits", "unique_dim": "waits",
-        "matmul": "deferred", "index.Tensor": "deferred", "square": "composed", "mm.dtype": "refused", "cudnn_convolution": "refused",
+        "matmul": "deferred", "index.Tensor": "deferred", "square": "composed",
+        "mm.dtype": "refused", "cudnn_convolution": "refused",
     }.items():  # fmt: skip
         assert behaviours[name] == kind, name
 

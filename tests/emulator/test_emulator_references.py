@@ -385,7 +385,9 @@ def test_in_stream_order(npu: ModuleType, torch: Any) -> None:
         (lambda n, x: n.npu_rotary_mul(x, x, x, "quarter"), "rotary_mode: expected one of"),
         (lambda n, x: n.npu_quantize(x, x[0], None, 16), "dtype: expected one of"),
         (
-            lambda n, x: n.npu_fused_infer_attention_score(x, x, x, quant_scale2=x),
+            lambda n, x: n.npu_fused_infer_attention_score(
+                x[None], x[None], x[None], quant_scale2=x
+            ),
             "no quant_scale2",
         ),
         (

@@ -279,7 +279,9 @@ int aclmdlRIDebugJsonPrint(void *graph, const char *path, uint32_t flags) {
     if (!file) return leave(violate(RT_PARAM_INVALID, "1.8", "path"));
     fprintf(file, "[");
     for (int i = 0; i < g->count; i++)
-        fprintf(file, "%s{\"name\": \"%s\"}", i ? ", " : "", g->nodes[i].task->symbol);
+        fprintf(file,
+                "%s{\"name\": \"%s\", \"ph\": \"X\", \"ts\": %d, \"dur\": 1, \"pid\": 0, \"tid\": 0}",
+                i ? ", " : "", g->nodes[i].task->symbol, i);
     fprintf(file, "]\n");
     fclose(file);
     return leave(OK);
