@@ -30,6 +30,8 @@ from kvcore.errors import StreamError
 __all__ = ["install"]
 
 _raw_stream: Callable[[int], int] = torch_npu._C._npu_getCurrentRawStream
+_current_device: Callable[[], int] = torch_npu._C._npu_getDevice
+_set_device: Callable[[int], None] = torch_npu._C._npu_setDevice
 _capturing: Callable[[], bool] = torch_npu._C._npu_isCurrentStreamCapturing
 
 _ND = 2
@@ -165,6 +167,16 @@ class Kernel:
         else:
             where = f"{self.name} ({line.f_code.co_filename}:{line.f_lineno})"
         device = self._device(args, kwargs)
+        current = _current_device()
+        if device == current:
+            return self._call(args, kwargs, device, where)
+        _set_device(device)  # streams and memory are those of the tensors' device
+        try:
+            return self._call(args, kwargs, device, where)
+        finally:
+            _set_device(current)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: int, where: str) -> Any:
         if _formats.value:
             args, kwargs, private = self._in_base_format(args, kwargs)
             if private:

@@ -72,6 +72,16 @@ def test_rotary_mul(npu: ModuleType, torch: Any, mode: str) -> None:
     )  # fmt: skip
 
 
+def test_rotary_mul_with_a_matrix(npu: ModuleType, torch: Any) -> None:
+    """The matrix of "half", given: the same result."""
+    x, cos, sin = rows(torch, 2, 5, 3, 8), rows(torch, 1, 5, 1, 8, seed=7), rows(torch, 1, 5, 1, 8)
+    rotate = torch.zeros(8, 8)
+    for i in range(4):
+        rotate[i + 4, i], rotate[i, i + 4] = -1, 1
+    found = npu.npu_rotary_mul(x.npu(), cos.npu(), sin.npu(), rotate=rotate.npu())
+    near(torch, found, turned(torch, x, cos.expand_as(x), sin.expand_as(x), "half"))
+
+
 def test_interleave_rope(npu: ModuleType, torch: Any) -> None:
     x, cos, sin = (rows(torch, 2, 1, 3, 8, seed=s) for s in (1, 2, 3))
     apart = x[..., [0, 2, 4, 6, 1, 3, 5, 7]]

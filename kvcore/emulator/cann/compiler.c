@@ -188,16 +188,119 @@ static int transfer(const char *op, const struct description *in, const struct b
     return kvd_launch(s, t);
 }
 
+struct side {  // of a strided copy, in elements
+    int64_t dims[MAX_RANK], strides[MAX_RANK], offset, whole;
+    int rank;
+    unsigned char *bytes;
+};
+
+struct strided {
+    struct side from, to;
+    size_t item;
+    int64_t count;
+};
+
+static int64_t element_of(const struct side *side, int64_t i) {
+    int64_t at = side->offset;
+    for (int k = side->rank - 1; k >= 0; k--) {
+        at += i % side->dims[k] * side->strides[k];
+        i /= side->dims[k];
+    }
+    return at;
+}
+
+static int run_strided(struct task *t) {
+    const struct strided *c = t->data;
+    for (int64_t i = 0; i < c->count; i++)
+        memcpy(c->to.bytes + (size_t)element_of(&c->to, i) * c->item,
+               c->from.bytes + (size_t)element_of(&c->from, i) * c->item, c->item);
+    return OK;
+}
+
+// The numbers of an input that lies in host memory; how many, or -1.
+static int numbers(const struct description *d, const struct buffer *b, int64_t *values) {
+    struct block *block = NULL;
+    int64_t count = 1;
+    for (int i = 0; d && i < d->rank; i++) count *= d->dims[i];
+    size_t item = d ? (size_t)kvd_bits(d->dtype) / 8 : 0;
+    if (!b || (item != 4 && item != 8) || count < 0 || count > MAX_RANK) return -1;
+    if (b->size < (size_t)count * item || kvd_find(b->data, &block) == DEVICE) return -1;
+    for (int i = 0; i < count; i++) {
+        int32_t narrow;
+        if (item == 8) memcpy(&values[i], (const char *)b->data + 8 * i, 8);
+        else memcpy(&narrow, (const char *)b->data + 4 * i, 4), values[i] = narrow;
+    }
+    return (int)count;
+}
+
+// A side from four inputs: the tensor, and sizes, strides and offset of the view of it.
+static bool side_of(struct side *side, const void *const *descriptions, const void *const *buffers) {
+    const struct description *d = descriptions[0];
+    int64_t offset[MAX_RANK] = {0};
+    side->rank = numbers(descriptions[1], buffers[1], side->dims);
+    if (!d || side->rank < 0 || side->rank != numbers(descriptions[2], buffers[2], side->strides) ||
+        numbers(descriptions[3], buffers[3], offset) != 1)
+        return false;
+    int64_t last = side->offset = offset[0];
+    bool empty = false;
+    side->whole = 1;
+    for (int i = 0; i < d->rank; i++) side->whole *= d->dims[i];
+    for (int i = 0; i < side->rank; i++) {
+        if (side->dims[i] < 0 || side->strides[i] < 0) return false;
+        if (!side->dims[i]) empty = true;
+        last += (side->dims[i] - 1) * side->strides[i];
+    }
+    return empty || (side->offset >= 0 && last < side->whole);
+}
+
+// AsStrided and ViewCopy: torch_npu copies strided tensors to and from another device by them.
+static int copy_strided(const char *op, const void *const *descriptions, const void *const *buffers,
+                        const struct buffer *output, void *stream) {
+    int code = OK;
+    bool into = !strcmp(op, "ViewCopy");  // the view is of the target; of the source else
+    struct stream *s = kvd_stream(stream, &code);
+    if (!s) return code;
+    const struct description *in = descriptions[into ? 4 : 0];
+    struct strided c = {.item = in ? (size_t)kvd_bits(in->dtype) / 8 : 0, .count = 1};
+    bool fits = c.item && side_of(&c.from, descriptions + (into ? 4 : 0), buffers + (into ? 4 : 0));
+    if (fits && into) fits = side_of(&c.to, descriptions, buffers) && c.to.rank == c.from.rank;
+    for (int i = c.from.rank - 1; fits && i >= 0; i--) {
+        if (into) fits = c.to.dims[i] == c.from.dims[i];
+        else c.to.dims[i] = c.from.dims[i], c.to.strides[i] = c.count;
+        c.count *= c.from.dims[i];
+    }
+    if (!fits) return error(INVALID_PARAM, "%s: the descriptions do not fit", op);
+    if (!into) c.to.rank = c.from.rank, c.to.whole = c.count;
+    if (!c.count) return OK;
+    struct task *t = kvd_new_task(run_strided);
+    c.from.bytes = bytes_of(buffers[into ? 4 : 0], (size_t)c.from.whole * c.item, false, t, &code);
+    if (!code) c.to.bytes = bytes_of(output, (size_t)c.to.whole * c.item, true, t, &code);
+    if (code) {
+        kvd_drop_task(t);
+        return code;
+    }
+    struct strided *own = malloc(sizeof *own);
+    if (!own) abort();
+    *own = c;
+    t->data = own;
+    t->release = release;
+    return kvd_launch(s, t);
+}
+
 static int execute(const char *symbol, const char *op, int num_inputs, const void *const *input_descs,
                    const void *const *inputs, int num_outputs, const void *const *output_descs,
                    void *const *outputs, void *stream) {
     int code = enter(symbol, RUNTIME, "%s", op ? op : "NULL");
     if (code) return leave(code);
     if (!op) return leave(violate(INVALID_PARAM, "acl_op", "opType is NULL"));
-    if (strcmp(op, "TransData") && strcmp(op, "Identity"))
+    bool strided = !strcmp(op, "AsStrided") || !strcmp(op, "ViewCopy");
+    if (!strided && strcmp(op, "TransData") && strcmp(op, "Identity"))
         return leave(error(OP_NOT_FOUND, "the emulated machine has no operator %s", op));
     if (num_inputs < 1 || num_outputs < 1 || !input_descs || !inputs || !output_descs || !outputs)
         return leave(violate(INVALID_PARAM, "acl_op", "%s: an input or output is missing", op));
+    if (strided && num_inputs < (op[0] == 'V' ? 8 : 4))
+        return leave(violate(INVALID_PARAM, "acl_op", "%s: only %d inputs", op, num_inputs));
+    if (strided) return leave(copy_strided(op, input_descs, inputs, outputs[0], stream));
     return leave(transfer(op, input_descs[0], inputs[0], output_descs[0], outputs[0], stream));
 }
 

@@ -37,15 +37,21 @@ def deinterleaved(x: Any) -> Any:
 
 
 def _rotary_mul(x: Any, r1: Any, r2: Any, rotary_mode: str = "half", rotate: Any = None) -> Any:
-    return turned(x, r1, r2, rotary_mode).to(x.dtype)
+    if rotate is None:
+        return turned(x, r1, r2, rotary_mode).to(x.dtype)
+    wide = x.float()  # rotate says which element each is paired with
+    return (wide * r1.float() + (wide @ rotate.float()) * r2.float()).to(x.dtype)
 
 
 def _check_rotary_mul(
     x: Any, r1: Any, r2: Any, rotary_mode: str = "half", rotate: Any = None
 ) -> None:
     one_of("npu_rotary_mul", "rotary_mode", rotary_mode, _MODES)
-    if rotate is not None:
-        refuse("npu_rotary_mul", "the emulated machine's reference has no rotate")
+    if rotate is not None and list(rotate.shape) != [x.shape[-1]] * 2:
+        refuse(
+            "npu_rotary_mul",
+            f"rotate: expected {[x.shape[-1]] * 2}, got {list(rotate.shape)}",
+        )
     if x.shape[-1] % 2 or x.shape[-1] != r1.shape[-1] or r1.shape != r2.shape:
         refuse(
             "npu_rotary_mul",
