@@ -227,8 +227,46 @@ def pytest_collection(session: pytest.Session) -> Iterator[Any]:
         return (yield)
 
 
+def _emulated() -> Any:
+    """The emulated machine's reports, None where no machine runs in this process."""
+    checking = sys.modules.get("kvcore.emulator.checking")
+    return None if checking is None or checking.races is None else checking.settled
+
+
+def _hold_to_reports(item: pytest.Item) -> Iterator[Any]:
+    """Fail what was running when the emulated machine found something."""
+    reports = _emulated()
+    if reports is None:
+        return (yield)
+    before = set(reports())
+    result = yield
+    fresh = [report for report in reports() if report not in before]
+    if fresh:
+        lines = "\n".join(str(report) for report in fresh)
+        pytest.fail(f"the emulated machine reports:\n{lines}", pytrace=False)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[Any]:
+    """What fixtures do on the emulated machine is theirs."""
+    return (yield from _hold_to_reports(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[Any]:
+    """What fixtures do on the emulated machine is theirs."""
+    return (yield from _hold_to_reports(item))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[Any]:
+    """Fail a test on whose run the emulated machine found something."""
+    return (yield from _hold_to_reports(item))
+
+
+@pytest.hookimpl(wrapper=True, specname="pytest_runtest_call")
+def _settle_installation(item: pytest.Item) -> Iterator[Any]:
     """Have an installation that outlives the test tell its races in the test that made them."""
     installed = sys.modules.get("kvcore.torch.installation")
     if installed is None or not item.config.getoption("--kvcore-races") or _mark(item) is None:

@@ -31,7 +31,7 @@ from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
-PACKAGES = ("kvcore/_kernels", "kvcore/_core", "kvcore/runtime")
+PACKAGES = ("kvcore/_kernels", "kvcore/_core", "kvcore/runtime", "kvcore/emulator")
 # The C libraries of the emulated machine, for Linux: see libraries.toml there.
 MACHINE = Path("kvcore/emulator/cann")
 INSTALLATION = Path("kvcore/emulator/installation")

@@ -28,7 +28,10 @@ Who does what:
                    says which, ``views`` gives them the memory, ``randomness`` a generator).
 ``vendor``         operators that clients of torch_npu reach outside of it: ATB's, the selection.
 ``tasks``          Python functions as tasks of a stream.
-``reports``        broken rules, as they were found.
+``checking``       the checks: what the machine's journal says, in words; ``_races`` reads it,
+                   ``_lines`` has the lines of the program, ``modes`` sees torch's operators.
+``touched``        which bytes of a tensor an operator with indices uses (``_ranges``).
+``reports``        what was found, and where that is said.
 
 ``_kvcore_torch``, beside the package, is the entry point by which ``import torch`` starts the
 machine in child processes.
@@ -40,7 +43,7 @@ reach the bytes.  A stream is a thread that works through its tasks in order.
 
 from __future__ import annotations
 
-from kvcore.emulator.reports import Report, reports
+from kvcore.emulator.reports import Report, expected, reports
 from kvcore.emulator.starting import Running, running, start
 
-__all__ = ["Report", "Running", "reports", "running", "start"]
+__all__ = ["Report", "Running", "expected", "reports", "running", "start"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variables of the environment: the machine's own, a real CANN's, and what children read.
 
-``settings`` are four variables from which a child process starts the same machine again; the
+``settings`` are variables from which a child process starts the same machine again; the
 others are what torch_npu and its operators read of an installed CANN.
 """
 
@@ -11,19 +11,38 @@ import os
 import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvcore.emulator.installed import HOME
 from kvcore.errors import fail
 
-__all__ = ["CHECKS", "SOCS", "Settings", "apply", "foreign", "from_environment", "variables"]
+__all__ = [
+    "CHECKS",
+    "DEFAULT_TOOLS",
+    "SOCS",
+    "TOOLS",
+    "Settings",
+    "apply",
+    "foreign",
+    "from_environment",
+    "tools_of",
+    "variables",
+]
 
 SOCS = ("A2", "A3", "950")
 CHECKS = ("off", "report", "raise")
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck", "leakcheck")
+#: Without being asked for; the two others are of programs that are finished, and cost more.
+DEFAULT_TOOLS = TOOLS[:3]
 
 SOC = "KVCORE_EMULATE"
 DEVICES = "KVCORE_EMULATE_DEVICES"
 MEMORY = "KVCORE_EMULATE_MEMORY"
 CHECK = "KVCORE_EMULATE_CHECK"
+TOOL = "KVCORE_EMULATE_TOOL"
+REPORT = "KVCORE_EMULATE_REPORT"
+#: A file of ``kvcore emulate``, into which each process below it writes how many reports it made.
+STATUS = "KVCORE_EMULATE_STATUS"
 
 #: Of a sourced set_env.sh: names of folders, and search paths that hold folders of a CANN.
 _FOLDERS = (
@@ -41,12 +60,16 @@ class Settings:
     devices: how many.
     memory:  bytes of each device, None for the default of kvcore.emulator.memory.
     check:   "off", "report" or "raise".
+    tools:   what is looked for, of TOOLS.
+    report:  a file for reports, of which each process makes one of its own; None: none.
     """
 
     soc: str = "A3"
     devices: int = 1
     memory: int | None = None
     check: str = "report"
+    tools: tuple[str, ...] = DEFAULT_TOOLS
+    report: str | None = None
 
     def __post_init__(self) -> None:
         if self.soc not in SOCS:
@@ -63,6 +86,15 @@ class Settings:
             fail("memory", "bytes of a device, an int from 1 MiB to 1 TiB, or None", self.memory)
         if self.check not in CHECKS:
             fail("check", "one of " + ", ".join(CHECKS), repr(self.check))
+        if not all(tool in TOOLS for tool in self.tools):
+            fail("tools", "names among " + ", ".join(TOOLS), repr(self.tools))
+        if self.report is not None and (not isinstance(self.report, str) or not self.report):
+            fail("report", "the name of a file, or None", repr(self.report))
+
+
+def tools_of(text: str) -> tuple[str, ...]:
+    """The tools of a list with commas; an unknown one is refused by Settings."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Settings | None:
@@ -83,6 +115,8 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Settings | None
         number(DEVICES, environ.get(DEVICES, "1")),
         number(MEMORY, memory) if memory else None,
         environ.get(CHECK, "report"),
+        tools_of(environ.get(TOOL, ",".join(DEFAULT_TOOLS))),
+        environ.get(REPORT) or None,
     )
 
 
@@ -98,9 +132,12 @@ def variables(settings: Settings) -> dict[str, str]:
         SOC: settings.soc,
         DEVICES: str(settings.devices),
         CHECK: settings.check,
+        TOOL: ",".join(settings.tools),
     }
     if settings.memory is not None:
         made[MEMORY] = str(settings.memory)
+    if settings.report is not None:
+        made[REPORT] = str(Path(settings.report).absolute())
     return made
 
 
@@ -148,6 +185,7 @@ def apply(settings: Settings, environ: MutableMapping[str, str] = os.environ) ->
         if name == "PYTHONPATH" and environ is os.environ:
             sys.path[:] = [path for path in sys.path if path not in gone]
     environ.pop(MEMORY, None)
+    environ.pop(REPORT, None)
     environ.update(variables(settings))
     environ["LD_LIBRARY_PATH"] = library_path(environ)
     return aside

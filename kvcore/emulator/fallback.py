@@ -15,14 +15,13 @@ what else is torch_npu's own stay as they are (operators.py has the table).
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch_npu
+import torch_npu  # type: ignore[import-not-found,unused-ignore]
 
-from kvcore.emulator import machine, operators, randomness, tasks
+from kvcore.emulator import _lines, checking, machine, operators, randomness, tasks, touched
 from kvcore.emulator.reference import references
 from kvcore.emulator.views import Views, span
 from kvcore.errors import StreamError
@@ -44,8 +43,11 @@ _formats: ctypes.c_size_t
 #: Keeps the registrations: they end with the object.
 _library: Any = None
 _own_library: Any = None
+#: By overload.
+kernels: dict[Any, Kernel] = {}
 _views: Views
 _REMEMBERED = 4096  # signatures of one operator
+_RUNS = 64  # numbers, of the runs that the machine is told of one by one
 
 
 def install() -> None:
@@ -108,6 +110,23 @@ def _key(value: Any, by_value: bool) -> Any:
     return value
 
 
+def _touch(
+    tensor: Any, address: int, size: int, written: bool, touches: list[int], late: list[Any]
+) -> None:
+    """Say what a task touches: each run of a tensor with gaps, which are not its own."""
+    if checking.races is None or tensor.is_contiguous():
+        touches.extend((address, size, written))
+        return
+    numbers = touched.whole(address, tensor)
+    if numbers is None or len(numbers) > _RUNS:
+        touches.extend((address, size, written | tasks.SPAN))
+        if numbers is not None:
+            late.append((numbers, written))
+        return
+    for i in range(0, len(numbers), 2):
+        touches.extend((numbers[i], numbers[i + 1] - numbers[i], written))
+
+
 class Output:
     """How one output looks: size, strides, dtype; or None where a kernel gives no tensor."""
 
@@ -122,6 +141,7 @@ class Kernel:
 
     def __init__(self, overload: Any, special: operators.Special | None = None) -> None:
         self.overload = overload
+        kernels[overload] = self
         self.name = str(overload)
         schema = overload._schema
         self.names = [argument.name for argument in schema.arguments]
@@ -148,6 +168,7 @@ class Kernel:
         self.seeded = operators.with_generator(overload) if self.random else None
         self.by_value = not any("Tensor" in str(a.type) for a in schema.arguments)
         self.index_lists = operators.takes_host_indices(overload)
+        self.indexed = touched.indexed(self.name)
         self.signatures: dict[Any, Any] = {}
 
     def _source(self, ret: Any) -> str | None:
@@ -160,12 +181,7 @@ class Kernel:
         return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            line = sys._getframe(1)
-        except ValueError:  # a thread of autograd's, without a line of Python
-            where = f"{self.name} (backward)"
-        else:
-            where = f"{self.name} ({line.f_code.co_filename}:{line.f_lineno})"
+        where = _lines.where(self.name)
         device = self._device(args, kwargs)
         current = _current_device()
         if device == current:
@@ -359,15 +375,25 @@ class Kernel:
 
     def _host_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], touches: list[int]
-    ) -> Callable[[], Any]:
-        """The CPU kernel over the call's memory; host tensors count as they are now."""
+    ) -> tuple[Callable[[], Any], tasks.Late | None]:
+        """The CPU kernel over the call's memory; host tensors count as they are now.
+
+        touches: gets what the machine is to know of the memory.  Second: what says at each run
+        which bytes of a span are used, where that is not known before.
+        """
+        late: list[tuple[Any, bool]] = []
+        first = args[0] if self.indexed is not None and args else None
 
         def host(tensor: Any, written: bool) -> Any:
             if tensor.is_cpu:
                 return tensor if written else tensor.clone()
             size = span(tensor)
             if size:
-                touches.extend((tensor.data_ptr(), size, written))
+                address = tensor.data_ptr()
+                if tensor is first and checking.races is not None:
+                    touches.extend((address, size, written | tasks.SPAN))
+                else:
+                    _touch(tensor, address, size, written, touches, late)
             return _views.of(tensor)
 
         names = self.names
@@ -391,7 +417,17 @@ class Kernel:
         if "pin_memory" in named:
             named["pin_memory"] = False
         run = self.special.run if self.special else self.seeded or self.overload
-        return lambda: run(*there, **named)
+        if not late and (first is None or checking.races is None):
+            return lambda: run(*there, **named), None
+        where = first.data_ptr() if first is not None else 0
+
+        def told() -> list[tuple[Any, bool]]:
+            if first is None or self.indexed is None:
+                return late
+            one = touched.ranges(where, there[0], self.indexed(*there, **named))
+            return late if one is None else [*late, (one, names[0] in self.written)]
+
+        return lambda: run(*there, **named), told
 
     def _text(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The operator with shapes and types of its tensors, by which an update is judged."""
@@ -404,7 +440,7 @@ class Kernel:
 
     def _queue(self, stream: int, where: str, args: Any, kwargs: Any, new: list[Any]) -> None:
         touches: list[int] = []
-        call = self._host_call(args, kwargs, touches)
+        call, late = self._host_call(args, kwargs, touches)
         targets: list[Any] = [None if tensor is None else _views.of(tensor) for tensor in new]
         for tensor in new:
             if tensor is not None and tensor.numel():
@@ -432,7 +468,7 @@ class Kernel:
         kept = _capturing() or tasks.updating(stream)
         text = self._text(args, kwargs) if kept else ""
         try:
-            tasks.launch(stream, where, task, touches, kept, text)
+            tasks.launch(stream, where, task, touches, kept, text, late)
         except StreamError as error:
             raise RuntimeError(str(error)) from None
 
@@ -444,9 +480,9 @@ class Kernel:
                 "too"
             )
         touches: list[int] = []
-        call = self._host_call(args, kwargs, touches)
+        call, late = self._host_call(args, kwargs, touches)
         found: list[Any] = []
-        tasks.launch(_raw_stream(device), where, lambda: found.append(call()), touches)
+        tasks.launch(_raw_stream(device), where, lambda: found.append(call()), touches, late=late)
         torch_npu.npu.current_stream(device).synchronize()
         (result,) = found
         if self.out_names:

@@ -33,10 +33,11 @@ def when_imported() -> None:
 def _complete() -> None:
     # Who waits for a mutex inside torch_npu must not hold the GIL that a task needs: cann/python.c.
     machine.load().core.kvdouble_patch(b"libtorch_npu.so")
-    from kvcore.emulator import fallback, vendor
+    from kvcore.emulator import checking, fallback, vendor
 
     fallback.install()
     vendor.define()
+    checking.watch()
 
 
 class _Finder(importlib.abc.MetaPathFinder):

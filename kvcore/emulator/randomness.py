@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch_npu
+import torch_npu  # type: ignore[import-not-found,unused-ignore]
 
 __all__ = ["continued"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcore.emulator import environment, hooks, installed, machine, memory
@@ -18,7 +19,7 @@ __all__ = ["Running", "StartError", "begin", "begin_as_asked", "running", "start
 class Running:
     """The machine of this process.
 
-    soc, devices, check: as started.
+    soc, devices, check, tools: as started.
     product:             what torch.npu.get_device_name() says.
     memory:              bytes of each device.
     limited:             the SoC has more; this is half of what the process may still have.
@@ -29,6 +30,7 @@ class Running:
     soc: str
     devices: int
     check: str
+    tools: tuple[str, ...]
     product: str
     memory: int
     limited: bool
@@ -50,7 +52,13 @@ def running() -> Running | None:
 
 
 def start(
-    soc: str = "A3", devices: int = 1, memory: int | None = None, check: str = "report"
+    soc: str = "A3",
+    devices: int = 1,
+    memory: int | None = None,
+    check: str = "report",
+    *,
+    tools: Sequence[str] = environment.DEFAULT_TOOLS,
+    report: str | None = None,
 ) -> Running:
     """Start the emulated machine in this process, before torch_npu is imported.
 
@@ -59,8 +67,17 @@ def start(
     memory:  bytes of each device; None: the SoC's, but all devices together no more than half of
              what this process may still have (control group and RLIMIT_AS counted).  It is a
              promise: memory is used when it is touched.
-    check:   "off", "report" or "raise".  Kept with the settings; broken rules are in ``reports()``
-             with each of these values, and none raises yet.
+    check:   "off": the program is only run.  "report": what is found is printed on stderr and kept
+             for ``reports()``.  "raise": it is also raised, at the call that launches the later
+             task of a race where a Python thread made that call, otherwise at the next wait for
+             the device; RaceError for races, StreamError for what else is found.
+    tools:   what is looked for: "memcheck" (freed or foreign device memory), "racecheck" (tasks and
+             the host on one byte without order), "synccheck" (waits that a capture or a host
+             function forbids), "initcheck" (device bytes read that nothing wrote), "leakcheck"
+             (tensors that are still there at the end).  Broken rules of the runtime's interface
+             are reported with any of them.
+    report:  a JSON file of the reports: ``%p`` in its name is the process, whose number otherwise
+             stands before the suffix; children write their own.
 
     Sets the variables ASCEND_HOME_PATH, ASCEND_OPP_PATH and their like for this process and its
     children, which become machines of their own; those of a real CANN are set aside.
@@ -68,7 +85,9 @@ def start(
     cannot run here, is imported already, or the machine runs already with other settings.  Where
     ``kvcore emulate`` started it with the same settings, a call changes nothing.
     """
-    settings = Settings(soc, devices, memory, check)
+    if isinstance(tools, str):  # of which every character would be taken for a name
+        tools = (tools,)
+    settings = Settings(soc, devices, memory, check, tuple(tools), report)
     if _running is not None:
         asked = environment.from_environment()
         if _running.from_environment and asked == settings:
@@ -119,11 +138,15 @@ def begin(settings: Settings, *, from_environment: bool) -> Running:
     # A limit for pinned memory and all devices, unless the caller named a size.
     budget = 0 if settings.memory else max(memory.available() // 2, size * settings.devices)
     loaded.become(settings, size, budget)
+    from kvcore.emulator import checking
+
+    checking.begin(settings)
     aside = environment.apply(settings)
     _running = Running(
         settings.soc,
         settings.devices,
         settings.check,
+        settings.tools,
         machine.PRODUCTS[settings.soc],
         size,
         settings.memory is None and size < memory.DEVICE_BYTES[settings.soc],

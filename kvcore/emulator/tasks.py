@@ -17,8 +17,9 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from ctypes import c_bool, c_char_p, c_int, c_size_t, c_uint64, c_void_p
+from typing import Any
 
-from kvcore.emulator import machine
+from kvcore.emulator import checking, machine
 from kvcore.errors import StreamError
 
 __all__ = ["failure", "launch", "prepare"]
@@ -27,18 +28,26 @@ __all__ = ["failure", "launch", "prepare"]
 _FAULT = 507015
 _NO_DEVICE = 107002
 
+#: Beside "written" in a task's touches: some bytes of the span, and ``late`` says which.
+SPAN = 2
+
+#: Says at each run which bytes are used: [(pairs of addresses, written), ...].
+Late = Callable[[], list[tuple[Any, bool]]]
+
 _numbers = itertools.count(1)
-_tasks: dict[int, tuple[Callable[[], None], str, bool]] = {}
+_tasks: dict[int, tuple[Callable[[], None], str, bool, Late | None]] = {}
 _gone = False
 
 
 def _run(number: int) -> int:
     if number not in _tasks:
         return 0
-    function, name, captured = _tasks[number]
+    function, name, captured, late = _tasks[number]
     if not captured:
         del _tasks[number]
     try:
+        if late is not None and checking.races is not None:
+            checking.races.tell(number, late())
         function()
     except BaseException as error:
         text = f"{name}: {_words(error)}"
@@ -94,14 +103,17 @@ def launch(
     touches: Sequence[int],
     captured: bool = False,
     text: str = "",
+    late: Late | None = None,
 ) -> None:
     """Queue ``function`` on a stream.
 
     stream:   the address of a stream of the thread's current device.
     name:     what reports and errors call the task.
-    touches:  three numbers each: a device address, bytes from there, 1 if they are written.
+    touches:  three numbers each: a device address, bytes from there, 1 if they are written; with
+              SPAN added it is some of these bytes.
     captured: the stream is being captured, or updates what was: the task may run often, or never.
     text:     of such a task: the operator with shapes and types, which an update does not change.
+    late:     called before each run, on the stream's thread: which bytes of the spans it uses.
     Raises StreamError with the machine's words when it refuses.
     """
     if _gone:
@@ -109,7 +121,7 @@ def launch(
     if _num_dropped.value:
         _forget_dropped()
     number = next(_numbers)
-    _tasks[number] = (function, name, captured)
+    _tasks[number] = (function, name, captured, late)
     count = len(touches)
     given = (c_uint64 * count)(*touches)
     if text:

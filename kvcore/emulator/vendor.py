@@ -12,7 +12,7 @@ import ctypes
 from typing import Any
 
 import torch
-import torch_npu
+import torch_npu  # type: ignore[import-not-found,unused-ignore]
 
 import kvcore
 from kvcore.emulator import machine, tasks

@@ -9,7 +9,9 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 from kvcore.cli import status
 from kvcore.cli.parser import Parser, Subparsers, integer
@@ -24,8 +26,8 @@ EPILOG = """\
   kvcore emulate                           what would be started, and what is missing
   eval "$(kvcore emulate --soc A3 --shell)"   the same for everything that this shell starts
 
-Exit status: COMMAND's; 2 when the machine cannot start. Rules that a process breaks are in its own
-kvcore.emulator.reports(); they do not change the status."""
+Exit status: COMMAND's; 3 if that is 0 and a process below made a report; 2 when the machine
+cannot start. A report goes to stderr when it is found; the last line says how many there were."""
 
 
 def register(subparsers: Subparsers[Parser]) -> None:
@@ -62,8 +64,22 @@ def register(subparsers: Subparsers[Parser]) -> None:
         "--check",
         choices=("off", "report", "raise"),
         default="report",
-        help="kept with the machine's settings; broken rules are recorded with each of these "
-        "values, and none raises yet (default: %(default)s)",
+        help="say on stderr what is found, or raise it in the program as well "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tool",
+        metavar="NAMES",
+        type=_tools,
+        default=("memcheck", "racecheck", "synccheck"),
+        help="what to look for, with commas between: memcheck, racecheck, synccheck (these three "
+        "by default), initcheck, leakcheck",
+    )
+    parser.add_argument(
+        "--report",
+        metavar="FILE",
+        help="also write a JSON file for each process: %%p in its name is the number of the "
+        "process, which otherwise stands before the suffix",
     )
     parser.add_argument(
         "--shell", action="store_true", help="print the environment for a shell, and run nothing"
@@ -71,12 +87,31 @@ def register(subparsers: Subparsers[Parser]) -> None:
     parser.set_defaults(run=run, parser=parser)
 
 
+def _tools(text: str) -> tuple[str, ...]:
+    from kvcore.emulator import environment
+
+    names = environment.tools_of(text)
+    for name in names or ("",):
+        if name not in environment.TOOLS:
+            raise argparse.ArgumentTypeError(
+                f"expected names among {', '.join(environment.TOOLS)}, got {name!r}"
+            )
+    return names
+
+
 def run(namespace: argparse.Namespace) -> int:
     """Print the environment, say what there is, or run the command."""
     from kvcore.emulator import environment, installed
 
     memory = None if namespace.memory is None else namespace.memory << 20
-    settings = environment.Settings(namespace.soc, namespace.devices, memory, namespace.check)
+    settings = environment.Settings(
+        namespace.soc,
+        namespace.devices,
+        memory,
+        namespace.check,
+        namespace.tool,
+        namespace.report,
+    )
     faults = [
         fault
         for fault in (installed.platform_fault(), installed.build_fault())
@@ -101,7 +136,28 @@ def run(namespace: argparse.Namespace) -> int:
         return status.OK
     for name, value in aside.items():
         tell(f"kvcore emulate: {name}={value} of an installed CANN is set aside")
-    return _run(namespace.program, environ)
+    if namespace.report is not None and not Path(namespace.report).absolute().parent.is_dir():
+        tell(f"kvcore emulate: --report {namespace.report}: there is no such folder")
+        return status.USAGE
+    with tempfile.NamedTemporaryFile("r", prefix="kvcore-emulate-") as counts:
+        environ[environment.STATUS] = counts.name
+        code = _run(namespace.program, environ)
+        reports = _count(counts.read()) if settings.check != "off" else 0
+    return status.REPORTED if code == 0 and reports else code
+
+
+def _count(text: str) -> int:
+    """How many reports the processes made; says it where any of them used the device."""
+    lines = [line.split() for line in text.splitlines()]
+    if not lines:
+        return 0
+    reports, tasks = (sum(int(line[i]) for line in lines) for i in (0, 1))
+    tell(
+        f"kvcore emulate: {reports} report{'' if reports == 1 else 's'}; "
+        f"{tasks} task{'' if tasks == 1 else 's'} of {len(lines)} "
+        f"process{'' if len(lines) == 1 else 'es'} looked at"
+    )
+    return reports
 
 
 def _tell(settings: object, faults: list[str]) -> int:
@@ -112,7 +168,7 @@ def _tell(settings: object, faults: list[str]) -> int:
     size = settings.memory or memory.default(settings.soc, settings.devices)
     say(f"soc        {settings.soc} ({machine.PRODUCTS[settings.soc]})")
     say(f"devices    {settings.devices}, {size >> 20} MiB each")
-    say(f"check      {settings.check}")
+    say(f"check      {settings.check}: {', '.join(settings.tools) or 'rules'}")
     say(f"torch      {wheels.torch or 'not installed'}")
     say(f"torch_npu  {wheels.torch_npu or 'not installed'}")
     for name, value in environment.foreign(os.environ).items():

@@ -12,6 +12,7 @@ struct report {
     void *data;
     bool block, done, lost;
     pthread_t thread;
+    uint64_t number;  // of the task
     int refs;
 };
 
@@ -56,6 +57,7 @@ int aclrtLaunchHostFunc(void *stream, function fn, void *data) {
     if (!f) abort();
     *f = (struct host_function){fn, data};
     struct task *t = kvd_new_task(run_host_function);
+    t->late = true;
     t->data = f;
     t->release = free_data;
     code = kvd_launch(s, t);
@@ -79,7 +81,8 @@ static int post(struct task *t) {
     struct callback *c = t->data;
     struct report *r = calloc(1, sizeof *r);
     if (!r) abort();
-    *r = (struct report){.fn = c->fn, .data = c->data, .block = c->block, .thread = c->thread, .refs = 2};
+    *r = (struct report){.fn = c->fn, .data = c->data, .block = c->block, .thread = c->thread,
+                         .number = kvdouble_task(), .refs = 2};
     pthread_mutex_lock(&kvd_lock);
     struct report **last = &reports;
     while (*last) last = &(*last)->next;
@@ -115,6 +118,7 @@ int aclrtLaunchCallback(function fn, void *data, int block, void *stream) {
     if (!c) abort();
     *c = (struct callback){fn, data, block, sub->thread};
     struct task *t = kvd_new_task(post);
+    t->late = true;
     t->data = c;
     t->release = free_data;
     code = kvd_launch(s, t);
@@ -168,7 +172,9 @@ int aclrtProcessReport(int32_t timeout_ms) {
             *link = r->next;
             pthread_mutex_unlock(&kvd_lock);
             kvd_take_python();
+            kvd_set_task(r->number);
             call(r->fn, r->data, REPORTED_CALLBACK);
+            kvd_set_task(0);
             pthread_mutex_lock(&kvd_lock);
             r->done = true;
             drop_report(r);

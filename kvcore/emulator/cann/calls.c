@@ -263,6 +263,7 @@ int kvd_violate(int code, const char *section, const char *format, ...) {
     char line[1200];
     snprintf(line, sizeof line, "[%s] %s", section, message + 8);
     if (num_violations < 1000) add(&violations, line);
+    kvd_journal_violation(section, message + 8);
     num_violations++;
     return code;
 }
@@ -286,6 +287,7 @@ static void in_child(void) {
     waiting = 0;
     forked = forked || kvd_any_open();
     kvd_forget_clock();
+    kvd_forget_journal();
     if (!forked) kvd_remap_memory();
 }
 

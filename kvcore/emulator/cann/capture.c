@@ -122,7 +122,7 @@ int aclmdlRICaptureEnd(void *stream, void **graph) {
     g->capturing = false;
     kvd_each(H_STREAM, leave_capture, g);
     if (code) kvd_free_graph(g);
-    else *graph = g;
+    else kvd_journal_graph(*graph = g);
     return leave(code);
 }
 
@@ -150,7 +150,6 @@ int aclmdlRICaptureThreadExchangeMode(int *mode) {
 
 static int run_nodes(struct task *t) {
     struct graph *g = t->graph;
-    int first = OK;
     for (int i = 0; i < g->count; i++) {
         // An update may replace a task while the replay waits in front of it.
         struct recording *wait = g->nodes[i].task->wait;
@@ -167,15 +166,25 @@ static int run_nodes(struct task *t) {
         node->replaying = true;
         int fault = kvd_async_fault(node->symbol);
         pthread_mutex_unlock(&kvd_lock);
+        kvd_set_task(t->number + 1 + (uint64_t)i);
+        kvd_trail_begin(node->late);
         int code = fault ? fault : node->run ? node->run(node) : OK;
         pthread_mutex_lock(&kvd_lock);
+        kvd_journal_done(t->number + 1 + (uint64_t)i, node->id, code);
+        kvd_trail_end();
         node->replaying = false;
         if (node->replaced) kvd_drop_task(node);
+        if (code) kvd_skip_nodes(t, i + 1);
         pthread_mutex_unlock(&kvd_lock);
-        if (code && !first) first = code;
-        if (code) break;
+        if (code) return code;
     }
-    return first;
+    return OK;
+}
+
+// For the journal: nodes from there on do not run.
+void kvd_skip_nodes(const struct task *t, int first) {
+    for (int i = first; t->graph && i < t->graph->count; i++)
+        kvd_journal_done(t->number + 1 + (uint64_t)i, 0, RT_AICORE_EXCEPTION);
 }
 
 static struct graph *whole(void *graph, int *code) {

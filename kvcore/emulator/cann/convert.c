@@ -157,11 +157,15 @@ static void row(struct call *c, int64_t to, int64_t to_step, int64_t from, int64
         return;
     }
     int64_t to_bytes = kvd_bits(dst->t.dtype) / 8, from_bytes = kvd_bits(src->t.dtype) / 8;
-    unsigned char *write = kvd_at(c, dst, to, ((n - 1) * to_step + 1) * to_bytes);
+    if (to_step != 1 || (from_step != 1 && from_step != 0)) {  // what lies between is not touched
+        for (int64_t i = 0; n > 1 && i < n && !c->fault; i++)
+            row(c, to + i * to_step, 1, from + i * from_step, 1, 1);
+        if (n > 1) return;
+    }
+    unsigned char *write = kvd_at(c, dst, to, n * to_bytes);
     unsigned char *read = write ? kvd_at(c, src, from, ((n - 1) * from_step + 1) * from_bytes) : NULL;
     for (int64_t i = 0; read && i < n; i++)
-        store(load(read + i * from_step * from_bytes, src->t.dtype), write + i * to_step * to_bytes,
-              dst->t.dtype);
+        store(load(read + i * from_step * from_bytes, src->t.dtype), write + i * to_bytes, dst->t.dtype);
 }
 
 static int kernel(struct call *c) {

@@ -62,6 +62,7 @@ static bool on_host(enum place p) { return p == PAGEABLE || p == PINNED; }
 // 5.8: a synchronous copy or fill does not wait for streams, so none may still use these bytes: tasks
 // that read beside a reader are no fault, nor is another part of one allocation.
 static void check_idle(const void *address, size_t size, bool write, const char *what) {
+    if (kvd_journal_on()) return;  // the order of the launches decides, not what has passed by now
     struct task *t = kvd_pending(address, size, write);
     if (t)
         violate(OK, "5.8", "%s: a launched %s still uses this memory, and the call waits for no stream",
@@ -90,10 +91,14 @@ static int check_kind(const enum place place[2], int kind) {
     return OK;
 }
 
-static int now(struct piece *piece) {
+static int now(struct piece *piece, void *dst, size_t dst_span, const void *src, size_t src_span) {
     int code = kvd_capture_refuses();
-    if (!code && !kvd_forced()) move(piece);  // 5.8: does not wait for streams
-    return code;
+    if (code || kvd_forced()) return code;
+    struct entry *e = kvd_journal_host();
+    kvd_journal_range(e, dst, dst_span, true);
+    kvd_journal_range(e, src, src_span, false);
+    move(piece);  // 5.8: does not wait for streams
+    return OK;
 }
 
 // Takes the pieces.  pageable: the call returns when the copy is done (5.8).
@@ -148,7 +153,7 @@ int aclrtMemcpy(void *dst, size_t most, const void *src, size_t count, int kind)
     if (!code) code = check_count(most, count);
     if (!code) code = check_copy(dst, most, src, count, kind, place, &piece);
     if (!code) check_idle(dst, count, true, "dst"), check_idle(src, count, false, "src");
-    return leave(code ? code : now(&piece));
+    return leave(code ? code : now(&piece, dst, count, src, count));
 }
 
 static int copy_later(struct piece *piece, void *dst, size_t dst_span, const void *src,
@@ -160,8 +165,16 @@ static int copy_later(struct piece *piece, void *dst, size_t dst_span, const voi
     struct pieces *all = new_pieces(1);
     all->piece[0] = *piece;
     struct task *t = kvd_new_task(run);
-    kvd_touch(t, dst, piece->height == 1 ? piece->width : dst_span, true, "dst");
-    kvd_touch(t, src, src_span, false, "src");
+    // Of a copy in two dimensions each row: what lies between may be somebody else's.
+    if (piece->height > 1024) {
+        kvd_touch(t, dst, dst_span, true, "dst");
+        kvd_touch(t, src, src_span, false, "src");
+        for (int i = 0; i < t->num_touches; i++) t->touches[i].flags |= RANGE_SPAN;
+    }
+    for (size_t row = 0; row < piece->height && piece->height <= 1024; row++) {
+        kvd_touch(t, (char *)dst + row * piece->dst_pitch, piece->width, true, "dst");
+        kvd_touch(t, (const char *)src + row * piece->src_pitch, piece->width, false, "src");
+    }
     return later(stream, all, t, place[0] == PAGEABLE || place[1] == PAGEABLE);
 }
 
@@ -203,7 +216,7 @@ int aclrtMemcpy2d(void *dst, size_t dpitch, const void *src, size_t spitch, size
     if (!code) code = check_2d(&piece, kind, &spans[0], &spans[1]);
     if (!code) code = check_copy(dst, spans[0], src, spans[1], kind, place, &piece);
     if (!code) check_idle(dst, spans[0], true, "dst"), check_idle(src, spans[1], false, "src");
-    return leave(code ? code : now(&piece));
+    return leave(code ? code : now(&piece, dst, spans[0], src, spans[1]));
 }
 
 int aclrtMemcpy2dAsync(void *dst, size_t dpitch, const void *src, size_t spitch, size_t width,
@@ -225,7 +238,7 @@ int aclrtMemset(void *p, size_t most, int32_t value, size_t count) {
     if (!code) code = check_count(most, count);
     if (!code) code = locate(p, most, "p", &place, &piece.dst);
     if (!code) check_idle(p, count, true, "p");
-    return leave(code ? code : now(&piece));
+    return leave(code ? code : now(&piece, p, count, NULL, 0));
 }
 
 int aclrtMemsetAsync(void *p, size_t most, int32_t value, size_t count, void *stream) {

@@ -118,6 +118,7 @@ static int record(void *event, void *stream, uint32_t flag) {
         r->position = s->enqueued + 1;
         kvd_join_stream(&r->past, s);
         code = kvd_launch(s, t);
+        if (!code) kvd_journal_stream(ENTRY_MARK, s, r->mark = kvd_next_mark());
     }
     if (code) {
         kvd_drop_recording(r);
@@ -202,7 +203,14 @@ static int wait(void *stream, void *event, int64_t timeout_s, uint32_t flag) {
         e->last_wait->stream = s;
         e->last_wait->position = s->enqueued + 1;
     }
-    return kvd_launch(s, t);
+    code = kvd_launch(s, t);
+    if (code || s->capture) return code;
+    if (e->last) {
+        if (!e->last->mark) e->last->mark = kvd_next_mark();  // of a replay that is still to come
+        kvd_journal_stream(ENTRY_WAIT, s, e->last->mark);
+    }
+    kvd_journal_stream(ENTRY_MARK, s, e->last_wait->mark = kvd_next_mark());
+    return code;
 }
 
 int aclrtStreamWaitEvent(void *stream, void *event) {
@@ -236,6 +244,7 @@ static bool complete(struct event *e) {
     if (!e->last) return e->made == BY_EX;  // 5.8: a never-recorded Ex event reports COMPLETE
     bool done = e->last->done;
     if (!done && e->last->stream) kvd_allow(e->last->stream, e->last->position);
+    if (done) kvd_journal_mark(ENTRY_JOIN, e->last->mark);
     return done;
 }
 
@@ -264,6 +273,7 @@ int aclrtQueryEventWaitStatus(void *event, int *status) {
     struct recording *r = e->last_wait;
     *status = r && !r->done;  // 2: COMPLETE 0, NOT_READY 1
     if (*status && r->stream) kvd_allow(r->stream, r->position);
+    if (r && !*status) kvd_journal_mark(ENTRY_JOIN, r->mark);
     return leave(OK);
 }
 
@@ -282,6 +292,7 @@ static int synchronize(void *event, int32_t timeout_ms) {
         if (!kvd_wait(timeout_ms < 0 ? NULL : &at) && !r->done)
             code = error(RT_EVENT_SYNC_TIMEOUT, "not complete in %d ms", timeout_ms);
     }
+    if (!code) kvd_journal_mark(ENTRY_JOIN, r->mark);
     if (!code && r->error) code = error(r->error, "a task before the event failed");
     kvd_drop_recording(r);
     return code;

@@ -109,6 +109,7 @@ int kvd_finish(struct phase_one *p, uint64_t workspace, bool may_repeat, uint64_
     e->call = p->call;
     e->workspace = p->call.empty ? 0 : workspace + kvd_settings.workspace_extra;
     e->may_repeat = may_repeat;
+    e->line = kvd_line();
     for (int i = 0; i < 2; i++) {
         e->strings[i] = p->strings[i];
         memcpy(e->copies[i], i ? p->call.scatter_mode : p->call.cache_mode, 16);
@@ -260,6 +261,8 @@ static int resolve(struct executor *e, struct task *t) {
         if (code) return code;
         bool written = strstr(name, "Ref") || strstr(name, "Out");
         kvd_touch(t, (const void *)(uintptr_t)v->t.data, size, written, name);
+        v->written = written;
+        if (t->late) t->touches[t->num_touches - 1].flags |= RANGE_SPAN;
         kvd_find((const void *)(uintptr_t)v->t.data, &v->block);
         v->base = v->block->bytes + (v->t.data - v->block->start) + (size_t)v->t.offset * bits / 8;
     }
@@ -280,6 +283,8 @@ static int start(struct executor *e, void *workspace, uint64_t size, const void 
     t->describe = describe;
     l->call = e->call;
     l->op = e->op;
+    if (!t->line) t->line = e->line;  // torch_npu calls phase two in a thread without Python
+    t->late = !e->op->formats && !e->call.empty;  // kvd_at says what it uses
     code = resolve(e, t);
     if (!code && e->workspace) {
         struct block *b;
@@ -334,6 +339,7 @@ unsigned char *kvd_at(struct call *c, struct view *v, int64_t element, int64_t b
         kvd_kernel_fault(c, RT_AICORE_EXCEPTION);
         return NULL;
     }
+    kvd_trail_add(v->block, v->base + offset, (size_t)bytes, v->written);
     return v->base + offset;
 }
 

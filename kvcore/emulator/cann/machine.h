@@ -167,6 +167,7 @@ struct touch {  // bytes of a block that a task reads or writes
     struct block *block;
     size_t start, size;
     bool write;
+    uint64_t flags;  // of the journal
 };
 
 struct task {
@@ -188,6 +189,8 @@ struct task {
     struct block *workspace;     // with the bytes from workspace_start on
     size_t workspace_start, workspace_size;
     uint64_t position;
+    uint64_t number, line, id;  // for the journal: this launch, the line of Python, its function
+    bool late;                  // what of its touches it uses is known when it has run
     int refs;
     bool replaying;  // as a node of a graph
     bool replaced;   // meanwhile; the replay drops it
@@ -200,6 +203,7 @@ struct past {
 };
 
 struct recording {  // one aclrtRecordEvent
+    uint64_t mark;  // in the journal, 0: not there
     int refs;
     bool done;
     int error;
@@ -255,6 +259,66 @@ void kvd_deadline(struct timespec *at, int64_t ms);
 void kvd_sync_all(int device);
 void kvd_forget_clock(void);  // its thread is gone
 
+// -- journal.c ----------------------------------------------------------------------------------------
+
+enum entry_kind {
+    ENTRY_TASK = 1,    // number, stream, id, late, ranges; mark: the launch of the graph it is part of
+    ENTRY_DONE,        // a late task: number, id, ranges, and why it failed
+    ENTRY_MARK,        // the end of the stream as it is now is called mark
+    ENTRY_WAIT,        // the stream waits for the mark
+    ENTRY_JOIN,        // the host has waited for the mark
+    ENTRY_DROP,        // nobody can wait for the mark any more
+    ENTRY_HOST,        // the host touches ranges
+    ENTRY_FREE,        // memory is given back
+    ENTRY_NEW,         // memory is there
+    ENTRY_RULE,        // a violation: section and text
+    ENTRY_GRAPH,       // a replay begins: mark counts its nodes, which follow
+    ENTRY_NODE,        // of the capture behind it: before and joins, counted from 1, 0 for none
+};
+
+struct entry {
+    uint64_t kind, number, stream, device, mark, line, id, thread;
+    const char *symbol, *section;
+    char *text;
+    size_t first_range, num_ranges;
+    int code;
+    bool late;
+};
+
+enum { RANGE_WRITE = 1, RANGE_SPAN = 2 };  // SPAN: some bytes of it, which are told later
+
+struct range {
+    uint64_t start, end, flags;
+};
+
+struct trail {
+    bool wanted;
+    struct range *ranges;
+    size_t count, room, last[2];
+};
+
+bool kvd_journal_on(void);
+uint64_t kvd_line(void);
+uint64_t kvd_next_mark(void);
+uint64_t kvd_next_tasks(uint64_t count);
+void kvd_journal_task(const struct task *task, uint64_t number, const struct stream *stream,
+                      uint64_t parent);
+void kvd_journal_done(uint64_t number, uint64_t id, int code);
+void kvd_journal_stream(enum entry_kind kind, const struct stream *stream, uint64_t mark);
+void kvd_journal_mark(enum entry_kind kind, uint64_t mark);
+struct entry *kvd_journal_host(void);
+void kvd_journal_range(struct entry *entry, const void *address, size_t size, bool write);
+void kvd_journal_block(enum entry_kind kind, const struct block *block, size_t offset, size_t size);
+void kvd_journal_graph(const struct graph *graph);  // how its nodes hang together
+void kvd_journal_replay(const struct task *task, const struct stream *stream);
+void kvd_journal_violation(const char *section, const char *text);
+void kvd_forget_journal(void);
+void kvd_trail_begin(bool wanted);
+void kvd_trail_end(void);
+void kvd_trail_add(const struct block *block, const unsigned char *at, size_t size, bool write);
+void kvd_set_task(uint64_t number);
+uint64_t kvdouble_task(void);  // that this thread runs, 0: none
+
 // -- event.c ------------------------------------------------------------------------------------------
 
 enum event_made { BY_CREATE, BY_FLAG, BY_EX };
@@ -294,7 +358,7 @@ int kvd_capture_task(struct stream *stream, struct task *task);
 int kvd_capture_refuses(void);
 int kvd_callback_refuses(void);
 void kvd_invalidate(struct graph *graph);
-int kvd_run_graph(struct graph *graph);
+void kvd_skip_nodes(const struct task *replay, int first);
 void kvd_free_graph(struct graph *graph);
 
 // -- update.c -----------------------------------------------------------------------------------------
@@ -364,6 +428,7 @@ struct view {  // a tensor as a kernel sees it
     uint64_t serial;
     unsigned char *base;        // of the element at offset 0
     struct block *block;
+    bool written;
 };
 
 struct call {
@@ -394,7 +459,7 @@ struct executor {
     const struct op *op;
     const char *library;
     struct call call;
-    uint64_t workspace;
+    uint64_t workspace, line;
     bool repeatable, may_repeat, ran;
     const char *strings[2];
     char copies[2][16];

@@ -253,6 +253,7 @@ static int allocate(void **p, size_t size, int policy, bool padded) {
     memset(bytes, 0xA5, size < 4096 ? size : 4096);  // nobody promises zeros
     struct block *b = add(DEVICE, at, size, bytes, true);
     b->device = device;
+    kvd_journal_block(ENTRY_NEW, b, 0, size);
     *p = (void *)at;
     return OK;
 }
@@ -318,9 +319,10 @@ static int release(void *p, enum place place) {
     for (size_t i = 0; i < num_registrations; i++)
         if (registrations[i].start - b->start < b->size)
             return violate(RT_PARAM_INVALID, "5.9", "%p is still registered", p);
-    if (b->pending)
+    if (b->pending && !kvd_journal_on())
         violate(OK, "5.1", "%p (%zu bytes) is freed before its stream passed: %d tasks use it", p,
                 b->size, b->pending);
+    kvd_journal_block(ENTRY_FREE, b, 0, b->size);
     forget(b);
     return OK;
 }
@@ -352,7 +354,7 @@ static int allocate_host(void **p, size_t size) {
                      (unsigned long long)all, (unsigned long long)budget);
     if (size > PTRDIFF_MAX || posix_memalign(&bytes, 4096, size))
         return error(RT_MEMORY_ALLOCATION, "%zu bytes of host memory", size);
-    add(PINNED, (uintptr_t)bytes, size, bytes, true);
+    kvd_journal_block(ENTRY_NEW, add(PINNED, (uintptr_t)bytes, size, bytes, true), 0, size);
     used_pinned += size;
     *p = bytes;
     return OK;
@@ -439,7 +441,10 @@ static int add_registration(void *p, uint64_t size, bool mapped, bool pinned, vo
         r->swapped = add(SWAPPED, at, size, p, false);
         r->swapped->device = kvd_context()->device;
     }
-    if (pinned && !inside) r->pinned = add(PINNED, start, size, p, false);
+    if (pinned && !inside) {
+        r->pinned = add(PINNED, start, size, p, false);
+        kvd_journal_block(ENTRY_NEW, r->pinned, 0, size);
+    }
     if (device) *device = (void *)at;
     return OK;
 }
@@ -484,8 +489,9 @@ int aclrtHostUnregister(void *p) {
         registrations[i] = registrations[--num_registrations];
         for (int k = 0; k < 2; k++) {
             if (!both[k]) continue;
-            if (both[k]->pending)
+            if (both[k]->pending && !kvd_journal_on())
                 violate(OK, "5.9", "%p is unregistered before its stream passed", p);
+            kvd_journal_block(ENTRY_FREE, both[k], 0, both[k]->size);
             forget(both[k]);
         }
         return leave(OK);

@@ -145,7 +145,7 @@ void kvd_leave_python(void) {
 }
 
 // A function of the host as a task, in stream order, captured like any other.  touches: three
-// numbers each, an address, a size and whether it is written.
+// numbers each, an address, a size and flags (RANGE_WRITE, RANGE_SPAN).
 int kvdouble_launch(void *stream, const char *name, int (*function)(uint64_t), uint64_t id,
                     const uint64_t *touches, size_t count) {
     pthread_mutex_lock(&kvd_lock);
@@ -163,9 +163,13 @@ int kvdouble_launch(void *stream, const char *name, int (*function)(uint64_t), u
     t->data = p;
     t->release = drop;
     t->describe = describe;
+    t->id = id;
     for (size_t i = 0; i < count && !code; i++) {
         const uint64_t *one = touches + 3 * i;
-        code = kvd_touch(t, (void *)(uintptr_t)one[0], one[1], one[2], "an argument");
+        int before = t->num_touches;
+        code = kvd_touch(t, (void *)(uintptr_t)one[0], one[1], one[2] & RANGE_WRITE, "an argument");
+        if (t->num_touches > before) t->touches[before].flags = one[2];
+        t->late = t->late || one[2] & RANGE_SPAN;
     }
     if (code) {
         kvd_drop_task(t);

@@ -36,6 +36,7 @@ struct task *kvd_new_task(int (*run)(struct task *)) {
     if (!t) abort();
     t->run = run;
     t->symbol = kvd_symbol();
+    t->line = kvd_line();
     t->refs = 1;
     return t;
 }
@@ -66,7 +67,7 @@ int kvd_touch(struct task *t, const void *address, size_t size, bool write, cons
         t->touches = realloc(t->touches, room * sizeof *t->touches);
         if (!t->touches) abort();
     }
-    t->touches[t->num_touches++] = (struct touch){b, offset, size, write};
+    t->touches[t->num_touches++] = (struct touch){b, offset, size, write, write};
     b->refs++;
     return OK;
 }
@@ -107,6 +108,7 @@ struct recording *kvd_new_recording(void) {
 
 void kvd_drop_recording(struct recording *r) {
     if (--r->refs) return;
+    kvd_journal_mark(ENTRY_DROP, r->mark);
     free(r->past.of);
     free(r);
 }
@@ -187,6 +189,9 @@ static void *work(void *argument) {
             continue;
         }
         int code = 0;
+        bool ran = false;
+        kvd_set_task(t->number);
+        kvd_trail_begin(t->late);
         bool skip = s->aborting || (s->error && s->stop_on_error);
         if (!skip && t->fault) code = t->fault;
         else if (!skip && any_dead(t)) code = RT_AICORE_EXCEPTION;
@@ -194,7 +199,12 @@ static void *work(void *argument) {
             pthread_mutex_unlock(&kvd_lock);
             code = t->run(t);
             pthread_mutex_lock(&kvd_lock);
+            ran = true;
         }
+        if (!ran) kvd_skip_nodes(t, 0);
+        kvd_set_task(0);
+        if (t->late) kvd_journal_done(t->number, t->id, skip ? RT_AICORE_EXCEPTION : code);
+        kvd_trail_end();
         if (code && !s->error) {
             s->error = code;
             free(s->error_text);
@@ -306,6 +316,9 @@ int kvd_launch(struct stream *s, struct task *t) {
     struct clash clash = {s, t};
     if (t->workspace) kvd_each(H_STREAM, find_clash, &clash);
     t->position = s->enqueued + 1;
+    t->number = kvd_next_tasks(t->graph ? 1 + (uint64_t)t->graph->count : 1);
+    if (t->graph) kvd_journal_replay(t, s);
+    else if (t->run) kvd_journal_task(t, t->number, s, 0);
     kvd_count(t, 1);
     if (s->tail) s->tail->next = t;
     else s->head = t;
@@ -352,14 +365,17 @@ struct task *kvd_pending(const void *address, size_t size, bool write) {
 }
 
 bool kvd_drain(struct stream *s, uint64_t position, int64_t timeout_ms) {
-    uint64_t serial = s->handle.serial;
+    uint64_t serial = s->handle.serial, mark = kvd_next_mark();
+    bool passed = true;
+    kvd_journal_stream(ENTRY_MARK, s, mark);
     kvd_allow(s, position);
     struct timespec at;
     if (timeout_ms >= 0) kvd_deadline(&at, timeout_ms);
-    while (kvd_is_live(s, H_STREAM, serial) && s->done < position) {
-        if (!kvd_wait(timeout_ms < 0 ? NULL : &at)) return s->done >= position;
-    }
-    return true;
+    while (passed && kvd_is_live(s, H_STREAM, serial) && s->done < position)
+        passed = kvd_wait(timeout_ms < 0 ? NULL : &at) || s->done >= position;
+    if (passed) kvd_journal_mark(ENTRY_JOIN, mark);
+    kvd_journal_mark(ENTRY_DROP, mark);
+    return passed;
 }
 
 void kvd_close_stream(struct stream *s, bool drop_work) {
@@ -596,6 +612,15 @@ void kvd_sync_all(int device) {
     }
 }
 
+// Waits for every device; what failed is told by the program's own next wait.
+void kvdouble_drain(void) {
+    pthread_mutex_lock(&kvd_lock);
+    for (int device = 0; device < kvd_settings.devices && !kvdouble_forked(); device++)
+        kvd_sync_all(device);
+    pthread_mutex_unlock(&kvd_lock);
+    kvd_take_python();
+}
+
 int aclrtSynchronizeDevice(void) {
     int code = enter("aclrtSynchronizeDevice", RUNTIME | AFTER, "%s", "");
     return leave(code ? code : sync_device(kvd_context()->device, -1));
@@ -618,6 +643,7 @@ int aclrtStreamQuery(void *stream, int *status) {
         return leave(violate(RT_STREAM_CAPTURED, "1.8", "the stream is being captured"));
     }
     *status = s->done < s->enqueued;  // 2: StreamStatus COMPLETE 0, NOT_READY 1
+    if (!*status) kvd_drain(s, s->enqueued, -1);  // for the journal: whoever asked knows now
     kvd_allow(s, s->enqueued);
     return leave(OK);
 }

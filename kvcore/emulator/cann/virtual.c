@@ -102,6 +102,7 @@ int aclrtMapMem(void *address, size_t size, size_t offset, void *handle, uint64_
     for (size_t i = at / GRANULE; i < (at + size) / GRANULE; i++)
         if (b->mapped[i]) return leave(violate(RT_PARAM_INVALID, "virtual memory", "mapped already"));
     memset(b->mapped + at / GRANULE, 1, size / GRANULE);
+    kvd_journal_block(ENTRY_NEW, b, at, size);
     p->at = b;
     p->offset = at;
     return leave(OK);
@@ -128,6 +129,7 @@ int aclrtUnmapMem(void *address) {
     struct physical *p = wanted.found;
     if (!p) return leave(violate(RT_PARAM_INVALID, "virtual memory", "%p is not mapped", address));
     memset(b->mapped + p->offset / GRANULE, 0, p->size / GRANULE);
+    kvd_journal_block(ENTRY_FREE, b, p->offset, p->size);
     kvd_discard(b, p->offset, p->size);
     p->at = NULL;
     return leave(OK);

@@ -17,7 +17,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[3] / "kvcore" / "emulator" / "cann"
 RUNTIME = (
     "calls", "device", "memory", "copy", "stream", "event", "callback", "capture", "update",
-    "value", "numbers", "platform", "virtual", "hccl", "compiler", "formats", "python",
+    "value", "numbers", "platform", "virtual", "hccl", "compiler", "formats", "python", "journal",
 )  # fmt: skip
 OPBASE = ("tensor", "executor")
 OPERATORS = ("scatter", "gather", "convert", "nd_update", "pad")

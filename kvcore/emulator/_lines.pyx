@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines of the program as numbers, for the journal of the machine (cann/journal.c).
+
+A thread says which line its calls come from before it makes them; tasks, calls and broken rules are
+entered with that number.  Torch_npu makes most calls in a thread of its own, which has no line of
+Python: see ``Notes`` in _races.
+"""
+
+from libc.stdint cimport uint64_t, uintptr_t
+
+from kvcore.runtime._observe import call_site
+
+cdef set_function set_line = NULL
+
+#: (file, line, operator) of each number; 0 is no line at all.
+cdef list places = [("", 0)]
+cdef dict numbers = {}
+
+
+def bind(uintptr_t line):
+    """Take the machine's functions, by address: kvdouble_line."""
+    global set_line
+    set_line = <set_function>line
+
+
+cdef uint64_t enter(object name, object site) except 0:
+    """The number of this thread's line; where it has none, of ``name``."""
+    cdef tuple key = (name, 0) if site is None else (site[0].co_filename, site[1])
+    cdef object found = numbers.get(key)
+    if found is not None:
+        return found
+    found = len(places)
+    places.append(key)
+    numbers[key] = found
+    return found
+
+
+cdef uint64_t here(str name) except 0:
+    """The caller's line, or ``name`` in a thread of torch's."""
+    return enter(name, call_site())
+
+
+def begin(str name):
+    """Say that this thread's calls come from its caller's line; returns what ``end`` wants."""
+    return 0 if set_line == NULL else set_line(here(name))
+
+
+def end(uint64_t before):
+    """Give the thread the line back that it had."""
+    if set_line != NULL:
+        set_line(before)
+
+
+def place(uint64_t number):
+    """(file, line) of a number; line 0: the file is the words for what has no line."""
+    return places[number] if number < <uint64_t>len(places) else places[0]
+
+
+def where(str name):
+    """``name (file:line)``, for what is reported later."""
+    cdef uint64_t number
+    if set_line == NULL:
+        site = call_site()
+        if site is None:
+            return f"{name} (backward)"
+        return f"{name} ({site[0].co_filename}:{site[1]})"
+    number = set_line(0)
+    set_line(number)
+    if not number:
+        number = here(f"backward of {name}")
+    file, line = places[number]
+    return f"{name} ({file}:{line})" if line else f"{name} ({file})"
+
+
+def last():
+    """The number of this thread's line; after ``begin`` the one that it has just said."""
+    cdef uint64_t number
+    if set_line == NULL:
+        return 0
+    number = set_line(0)
+    set_line(number)
+    return number

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks: what the machine's journal says, in words, and what the host does by itself.
+
+``begin`` starts with the machine: broken rules, frees, order and reads of fresh memory are found by
+``_races`` from the journal, and become reports here.  ``watch`` follows when torch_npu has been
+imported: every operator that a thread calls passes through a dispatch mode, which says the line of
+Python that it comes from, sees what torch's own operators do to pinned memory, and raises with
+check="raise".  The functions of ``torch.npu`` that make no operator say their line too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcore.emulator import _lines, machine
+from kvcore.emulator._races import Races
+from kvcore.emulator.environment import STATUS, Settings
+from kvcore.emulator.reports import Report, at, collector
+from kvcore.runtime._watch import Record
+
+__all__ = ["Races", "begin", "races", "settle", "watch"]
+
+Place = tuple[str, int]
+
+#: The reader of the journal, None with check="off".
+races: Races | None = None
+_tools: frozenset[str] = frozenset()
+#: Whether leakcheck wants to know where tensors are made.
+leaking = False
+
+#: What is said of a call that torch_npu makes by itself.
+ITSELF = ("torch_npu's own call", 0)
+
+_SYNC = re.compile(
+    r"synchronous call during a capture|is being captured|called from a host function"
+    r"|pageable memory (on|during) a capture|never recorded"
+)
+_MEMORY = re.compile(
+    r"not allocated|leaves? the(ir)? memory|not the start of its memory|memory of another kind"
+    r"|not of this interface|still registered|memory used by a captured|is still mapped"
+    r"|somebody else wrote to the workspace|workspace is in use"
+)
+
+
+def begin(settings: Settings) -> None:
+    """Turn the journal on, as the settings want it; nothing with check="off"."""
+    global races, _tools, leaking
+    collector.check = settings.check
+    if settings.check == "off":
+        return
+    loaded = machine.load()
+    core = loaded.core
+    _tools = frozenset(settings.tools)
+    leaking = "leakcheck" in _tools
+    start, size, _, _ = loaded.ranges()
+
+    def address(name: str) -> int:
+        found = ctypes.cast(getattr(core, name), ctypes.c_void_p).value
+        assert found is not None
+        return found
+
+    races = Races(
+        "racecheck",
+        _race,
+        _rule,
+        _freed,
+        _unwritten,
+        address("kvdouble_read_journal"),
+        address("kvdouble_task"),
+        start,
+        start + size,
+    )
+    races.check_order = bool(_tools & {"racecheck", "memcheck"})
+    races.check_memory = "memcheck" in _tools
+    races.check_reads = "initcheck" in _tools
+    _lines.bind(address("kvdouble_line"))
+    core.kvdouble_journal(True)
+    if settings.report is not None:
+        collector.file = _own_file(settings.report)
+    atexit.register(_end)
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def _own_file(name: str) -> Path:
+    """A file for each process: ``%p`` is its number, which else stands before the suffix."""
+    if "%p" in name:
+        return Path(name.replace("%p", str(os.getpid()))).absolute()
+    path = Path(name).absolute()
+    return path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
+
+
+def _in_child() -> None:
+    collector.begin()
+    collector.file = None  # of a process that was forked, and not of what its parent found
+    if races is not None:
+        races.begin()
+
+
+def settle() -> None:
+    """Read what the machine has entered so far."""
+    if races is not None:
+        races.read()
+        collector.tasks = races.tasks
+
+
+def settled() -> list[Report]:
+    """What was found when all that is queued has been done; failed tasks stay to be told."""
+    machine.load().core.kvdouble_drain()
+    settle()
+    return collector.all()
+
+
+# -- words --------------------------------------------------------------------------------
+
+
+def _race(
+    one: Record,
+    one_writes: bool,
+    two: Record,
+    two_writes: bool,
+    argument: str,
+    shared: Sequence[tuple[int, int]],
+    kind: str,
+) -> None:
+    if "racecheck" not in _tools:
+        return
+    if two.number < one.number:
+        one, one_writes, two, two_writes = two, two_writes, one, one_writes
+    name = "WAW" if one_writes and two_writes else "RAW" if one_writes else "WAR"
+    first, second = _line(one), _line(two)
+    start, end = shared[0]
+    count = sum(e - s for s, e in shared)
+    text = (
+        f"{name}: {one.name} on {one.stream} {'writes' if one_writes else 'reads'}{at(first)}, and "
+        f"{two.name} on {two.stream} {'writes' if two_writes else 'reads'}{at(second)}, with no "
+        f"event or wait between them; {count} bytes shared, first [{start:#x}, {end:#x})"
+    )
+    key = (name, one.name, one.stream, first, two.name, two.stream, second)
+    collector.add(
+        key,
+        Report(kind, two.name, text, (first, second), (one.stream, two.stream), start, end),
+    )
+
+
+def _line(record: Record) -> Place:
+    return _lines.place(record.site) if record.site else ITSELF
+
+
+def _freed(
+    one: Record,
+    one_writes: bool,
+    two: Record,
+    two_writes: bool,
+    argument: str,
+    shared: Sequence[tuple[int, int]],
+    kind: str,
+) -> None:
+    first, second = _line(one), _line(two)
+    start, end = shared[0]
+    text = (
+        f"{two.name}{at(second)} gives memory back that {one.name} on {one.stream} "
+        f"{'writes' if one_writes else 'reads'}{at(first)}, and nobody has waited for that; "
+        f"first [{start:#x}, {end:#x})"
+    )
+    collector.add(
+        ("freed", one.name, first, two.name, second),
+        Report("memcheck", two.name, text, (first, second), (one.stream, two.stream), start, end),
+    )
+
+
+_RULE = re.compile(r"(?P<symbol>\w*): (?P<text>.*?)( \((?P<code>-?\d+)\))?$", re.DOTALL)
+
+
+def _rule(section: str, text: str, place: Place) -> None:
+    parts = _RULE.match(text)
+    symbol, words = (parts["symbol"], parts["text"]) if parts else ("", text)
+    kind = "rule"
+    if _SYNC.search(words):
+        kind = "synccheck"
+    elif _MEMORY.search(words):
+        kind = "memcheck"
+    if kind != "rule" and kind not in _tools:
+        return
+    failed = parts is not None and parts["code"] not in (None, "0")
+    where = place if any(place) else ITSELF
+    collector.add(
+        (kind, symbol, re.sub(r"0x[0-9a-f]+", "", words), where),
+        Report(kind, symbol, f"{symbol}: {words}{at(where)}", (where,)),
+        raising=not failed,
+    )
+
+
+def _unwritten(name: str, stream: str, place: Place, start: int, end: int) -> None:
+    where = place if any(place) else ITSELF
+    text = (
+        f"{name} on {stream} reads device memory that nothing has written{at(where)}: "
+        f"{end - start} bytes, [{start:#x}, {end:#x})"
+    )
+    collector.add(
+        ("init", name, where), Report("initcheck", name, text, (where,), (stream,), start, end)
+    )
+
+
+def remark(kind: str, symbol: str, text: str) -> None:
+    """Report something that only Python sees, at this thread's line."""
+    if kind in _tools:
+        before = _lines.begin(symbol)
+        place = _lines.place(_lines.last())
+        _lines.end(before)
+        collector.add((kind, symbol, text, place), Report(kind, symbol, text + at(place), (place,)))
+
+
+# -- the end --------------------------------------------------------------------------------
+
+
+def _end() -> None:
+    """At exit, after the machine has done what was queued."""
+    if "leakcheck" in _tools:
+        _leaks()
+    settle()
+    collector.write()
+    if races is None or (not races.tasks and not collector.all()):
+        return
+    number = sum(report.count for report in collector.all())
+    try:
+        with open(os.environ.get(STATUS, ""), "a") as file:
+            file.write(f"{number} {races.tasks}\n")
+    except OSError:  # there is no `kvcore emulate` above that wants to know
+        print(collector.summary(), file=sys.stderr)
+
+
+def _leaks() -> None:
+    npu = sys.modules.get("torch_npu")
+    if npu is None or not npu.npu.is_initialized():
+        return
+    from kvcore.emulator import leaks
+
+    leaks.report(npu)
+
+
+# -- torch --------------------------------------------------------------------------------
+
+
+def settle_call(place: Place | None, *, waits: bool = False) -> None:
+    """After a call: read the journal, and raise what was found where check="raise" wants it."""
+    if races is None:
+        return
+    waited = races.read()
+    if collector.raises:
+        collector.raise_found(None if waited or waits else place)
+
+
+def lined(name: str, function: Callable[..., Any], *, waits: bool = False) -> Callable[..., Any]:
+    """A function of torch_npu that says which line its calls come from."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = _lines.begin(name)
+        place = _lines.place(_lines.last())
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            _lines.end(before)
+        settle_call(place, waits=waits)
+        return result
+
+    return call
+
+
+#: Functions of the extension module that torch.npu's call, and whether they wait.
+_FUNCTIONS = {
+    "_npu_synchronize": True,
+    "_npu_emptyCache": False,
+    "_npu_setDevice": False,
+}
+_METHODS = {
+    "Stream": {"query": False, "synchronize": True},
+    "Event": {"record": False, "wait": False, "query": False, "synchronize": True},
+    "ExternalEvent": {"record": False, "wait": False, "reset": False},
+}
+_GRAPH = {"capture_begin": False, "capture_end": False, "replay": False, "reset": False}
+
+
+def watch() -> None:
+    """torch_npu is imported: see its calls, in this thread and in those that start from now on."""
+    if races is None:
+        return
+    import torch_npu  # type: ignore[import-not-found,unused-ignore]
+
+    from kvcore.emulator import modes
+
+    for name, waits in _FUNCTIONS.items():
+        function = getattr(torch_npu._C, name, None)
+        if function is not None:
+            setattr(torch_npu._C, name, lined(name.removeprefix("_"), function, waits=waits))
+    streams = torch_npu.npu.streams
+    for class_name, methods in _METHODS.items():
+        one = getattr(streams, class_name, None)
+        for name, waits in methods.items() if one is not None else ():
+            symbol = f"torch.npu.{class_name}.{name}"
+            setattr(one, name, lined(symbol, getattr(one, name), waits=waits))
+    for name in ("wait", "synchronize"):
+        setattr(streams.Event, name, _recorded(name, getattr(streams.Event, name)))
+    for name in ("_launch_host_func", "_launch_host_func_pending"):
+        function = getattr(torch_npu._C, name, None)
+        if function is not None:
+            setattr(torch_npu._C, name, _launching(name, function))
+    graph = torch_npu.npu.graphs.NPUGraph
+    for name, waits in _GRAPH.items():
+        setattr(graph, name, lined(f"torch.npu.NPUGraph.{name}", getattr(graph, name), waits=waits))
+    modes.install(races)
+
+
+def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A wait for an event, which must have been recorded: otherwise it waits for nothing."""
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any) -> Any:
+        if not self.npu_event:
+            remark(
+                "synccheck",
+                f"torch.npu.Event.{name}",
+                f"torch.npu.Event.{name} waits for an event that was never recorded",
+            )
+        return function(self, *args)
+
+    return call
+
+
+def _launching(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A launch of a host function, whose operators are seen when it runs."""
+    from kvcore.emulator import modes
+
+    def launch(stream: Any, host_function: Callable[..., Any], data: Any) -> Any:
+        return function(stream, modes.in_host_function(host_function), data)
+
+    return lined(f"torch.npu.{name}", launch)
+
+
+def in_new_threads(enter: Callable[[], Any]) -> None:
+    """Have every thread that starts from now on begin inside this context."""
+    original = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def bootstrap(self: threading.Thread) -> None:
+        with enter():
+            original(self)
+
+    threading.Thread._bootstrap_inner = bootstrap  # type: ignore[attr-defined]

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch's operators say as they are called: their line, and what they do to pinned memory."""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvcore.emulator import _lines, checking, fallback, leaks
+from kvcore.emulator._races import Races
+from kvcore.emulator._ranges import runs
+from kvcore.emulator.reports import collector
+from kvcore.runtime._observe import pass_over
+
+__all__ = ["Calls", "install"]
+
+_MOST = 1 << 16  # runs of one tensor; of more it is not said what is touched
+
+#: They take a tensor for its size, or its place, and touch no byte of it.
+_UNTOUCHED = frozenset(
+    {
+        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+        "randint_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
+        "is_pinned", "record_stream", "set_", "resize_", "is_same_size", "sym_size", "sym_stride",
+        "sym_numel", "sym_storage_offset", "is_set_to", "resize_as_",
+    }
+)  # fmt: skip
+#: Copies: what they do to memory of the host is a task of the stream, or waited for by the machine.
+_COPIES = frozenset({"copy_", "_copy_from", "_to_copy", "_pin_memory", "_copy_from_and_resize"})
+#: Made by torch_npu's own thread, which has no line: they write to their result or first argument.
+_CALLED_LATER = frozenset({"clone", "npu_format_cast", "npu_format_cast_", "_npu_format_cast"})
+_FRESH = frozenset(
+    {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_"}
+)
+
+
+class Call:
+    """What is known of an overload beforehand.
+
+    touched: of each argument that may be a tensor, whether it is written; views are left out.
+    """
+
+    __slots__ = ("backward", "copies", "fresh", "kernel", "name", "noted", "touched", "written")
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        packet = schema.name.rpartition("::")[2]
+        self.name = str(func)
+        self.backward = f"backward of {self.name}"
+        self.kernel = fallback.kernels.get(func)
+        self.copies = packet in _COPIES
+        self.fresh = packet in _FRESH
+        self.noted = (self.copies and packet != "_pin_memory") or packet in _CALLED_LATER
+        self.touched: list[tuple[int, str, bool]] = []
+        self.written: list[tuple[int, str]] = []
+        for position, argument in enumerate(schema.arguments):
+            if "Tensor" not in str(argument.type):
+                continue
+            alias = argument.alias_info
+            if alias is not None and alias.is_write:
+                self.written.append((position, argument.name))
+            if packet in _UNTOUCHED or (alias is not None and not alias.is_write):
+                continue
+            self.touched.append((position, argument.name, alias is not None))
+
+
+_calls: dict[Any, Call] = {}
+_races: Races
+
+
+def install(reader: Races) -> None:
+    """Watch this thread, and those that start from now on."""
+    global _races
+    _races = reader
+    for module in (torch, __import__("torch_npu")):
+        pass_over(str(module.__path__[0]))
+    Calls().__enter__()
+    checking.in_new_threads(Calls)
+
+
+def in_host_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A host function whose operators are seen: the thread that runs it is not Python's own."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        with Calls():
+            return function(*args)
+
+    return run
+
+
+def _given(position: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[position] if position < len(args) else kwargs.get(name)
+
+
+def _where(args: Iterable[Any]) -> tuple[bool, bool]:
+    """Whether there are tensors of the device among the arguments, and whether of the host."""
+    device = host = False
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            if value.is_cpu:
+                host = True
+            elif value.device.type == "npu" and value.layout is torch.strided:
+                device = True
+        elif isinstance(value, list | tuple) and value:
+            some = _where(value)
+            device, host = device or some[0], host or some[1]
+    return device, host
+
+
+class Calls(TorchDispatchMode):  # type: ignore[misc]
+    """The dispatch mode of one thread."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compilers are to work beneath it as if it were not there."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if types or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        call = _calls.get(func)
+        if call is None:
+            call = _calls[func] = Call(func)
+        before = _lines.begin(call.backward)
+        line = _lines.last()
+        device, host = _where(args)
+        try:
+            if host and not call.copies and _races.has_pinned():
+                _host(call, line, args, kwargs)
+            if device and call.kernel is not None:
+                result = call.kernel(*args, **kwargs)  # what the dispatcher would call next
+            else:
+                result = func(*args, **kwargs)
+        finally:
+            _lines.end(before)
+        if call.noted:
+            _note(call, line, args, kwargs, result)
+        elif call.fresh and _races.check_reads:
+            _fresh(result)
+        if checking.leaking:
+            _made(call, line, result)
+        waited = _races.read()
+        if collector.raises:
+            collector.raise_found(None if waited else _lines.place(line))
+        return result
+
+
+def _host(call: Call, line: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What an operator does to pinned memory by itself."""
+    for position, name, write in call.touched:
+        value = _given(position, name, args, kwargs)
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if not isinstance(tensor, torch.Tensor) or not tensor.is_cpu or not tensor.numel():
+                continue
+            touch(call.name, line, tensor, write)
+
+
+def touch(name: str, line: int, tensor: Any, write: bool) -> None:
+    """The host reads or writes a tensor of the host, if that is pinned."""
+    if tensor.layout is not torch.strided or type(tensor) not in _PLAIN:
+        return
+    address = tensor.data_ptr()
+    if not _races.is_pinned(address):
+        return
+    if tensor.is_contiguous():
+        numbers: array[int] | None = array("q", (address, address + tensor.nbytes))
+    else:
+        numbers = runs(address, tensor.shape, tensor.stride(), tensor.itemsize, _MOST)
+    if numbers is not None:
+        _races.host_touches(name, line, numbers, write)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _note(
+    call: Call, line: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    """For torch_npu's own operators: its queue's thread will write there, from this line."""
+    for value in result if isinstance(result, list | tuple) else (result,):
+        if isinstance(value, torch.Tensor) and type(value) in _PLAIN and value.numel():
+            if value.layout is not torch.strided:
+                continue
+            _races.note(value.data_ptr(), line)
+    for position, name in call.written:
+        value = _given(position, name, args, kwargs)
+        if isinstance(value, torch.Tensor) and value is not result and value.numel():
+            _races.note(value.data_ptr(), line)
+
+
+def _fresh(tensor: Any) -> None:
+    """Memory that was handed out: what was written there before is nobody's."""
+    if type(tensor) in _PLAIN and tensor.device.type == "npu" and tensor.numel():
+        address = tensor.data_ptr()
+        _races.fresh(address, address + tensor.untyped_storage().nbytes())
+
+
+def _made(call: Call, line: int, result: Any) -> None:
+    for value in result if isinstance(result, list | tuple) else (result,):
+        if type(value) in _PLAIN and value.device.type == "npu" and not value._is_view():
+            leaks.made(value.data_ptr(), line, call.name)
