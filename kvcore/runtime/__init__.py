@@ -17,6 +17,7 @@ from kvcore.runtime.memory import Buffer, MemoryInfo
 from kvcore.runtime.profile import DeviceProfile, Figure
 from kvcore.runtime.race import Party, Race
 from kvcore.runtime.settings import default_race_check
+from kvcore.runtime.statistics import DeviceStatistics, StreamStatistics
 from kvcore.runtime.stream import Stream, current_stream
 from kvcore.runtime.trace import Span, StreamUse, Summary, Trace
 
@@ -25,6 +26,7 @@ __all__ = [
     "Buffer",
     "Device",
     "DeviceProfile",
+    "DeviceStatistics",
     "Event",
     "ExternalEvent",
     "Figure",
@@ -34,6 +36,7 @@ __all__ = [
     "Race",
     "Span",
     "Stream",
+    "StreamStatistics",
     "StreamUse",
     "Summary",
     "Trace",

@@ -36,6 +36,7 @@ cdef class Line:
     cdef readonly Failure failure
     cdef Failure last
     cdef int64_t skip_until
+    cdef int64_t over
     cdef tuple promises
     cdef object __weakref__
 

@@ -242,6 +242,7 @@ cdef class Executor:
                 except BaseException as error:
                     self.broke(line, op, error)
             line.running = None
+            line.over += 1
             op = None
             patience -= 1
         while True:
@@ -288,6 +289,7 @@ cdef class Executor:
                 if self.parked and self.ready:
                     self.wake()
                 self.execute(line, op)
+                line.over += 1
             line.running = None
             op = None
 

@@ -99,9 +99,30 @@ cdef class Queue(Line):
         return self.at_rest()
 
     @property
-    def num_pending(self):
-        """Operations that no worker has come to yet, records and waits included."""
-        return len(self.pending)
+    def num_queued(self):
+        """Operations that no worker has come to yet; records and waits are none."""
+        cdef Op op
+        cdef Py_ssize_t found = 0
+        for op in tuple(self.pending):
+            found += op.kind != RECORD and op.kind != WAIT
+        return found
+
+    @property
+    def num_running(self):
+        """Operations that a worker, or a timer, has begun and not ended: one or none."""
+        cdef Op op = self.running
+        return int(op is not None and op.kind != RECORD and op.kind != WAIT)
+
+    @property
+    def num_over(self):
+        """Operations that workers have run; to a driver's lane, handed over."""
+        return self.over
+
+    @property
+    def waits(self):
+        """True while the next operation is held back by a mark that is not settled."""
+        cdef Mark mark = self.blocked
+        return mark is not None and mark.outcome == PENDING
 
     cdef inline bint at_rest(self) noexcept:
         # A host that was told by the last record may ask before the worker has put the queue

@@ -20,6 +20,7 @@ from kvcore.runtime.memory import DEFAULT_ALIGNMENT, SPACES, Buffer, MemoryInfo,
 from kvcore.runtime.profile import RESOURCES, DeviceProfile
 from kvcore.runtime.race import Race
 from kvcore.runtime.settings import RaceMode, Settings, one_of
+from kvcore.runtime.statistics import DeviceStatistics, of_device
 from kvcore.runtime.stream import Stream, Streams, current_stream, use_stream
 from kvcore.runtime.trace import Trace
 
@@ -220,6 +221,13 @@ class Device:
         self._core.check_process()
         clock = self._core.clock
         return {} if clock is None else dict(zip(RESOURCES, clock.busy, strict=True))
+
+    def statistics(self) -> DeviceStatistics:
+        """What the device and its streams are doing, in numbers; for logs and for debugging.
+
+        Waits for nothing and never raises, in host functions and outside of the block too.
+        """
+        return of_device(self._core)
 
     # -- races
 

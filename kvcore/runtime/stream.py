@@ -18,6 +18,7 @@ from kvcore.runtime.copies import Copy, Fill, Timed
 from kvcore.runtime.event import Event
 from kvcore.runtime.external import ExternalEvent
 from kvcore.runtime.failures import failed, not_in_a_capture
+from kvcore.runtime.statistics import StreamStatistics, of_stream
 
 if TYPE_CHECKING:
     from kvcore.runtime._marks import Mark
@@ -258,6 +259,10 @@ class Stream(StreamCore):
         if executor.inside():
             executor.check()  # a host function would wait for itself: an error
         return self.queue.mark()
+
+    def statistics(self) -> StreamStatistics:
+        """What the stream is doing, in numbers; for logs and for debugging.  Never raises."""
+        return of_stream(self.queue)
 
     @property
     def is_capturing(self) -> bool:

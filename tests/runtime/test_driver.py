@@ -284,6 +284,77 @@ async def test_drain_tells_of_no_failure(make: Make) -> None:
             await stream.synchronize()
 
 
+# ---------------------------------------------------------------- statistics
+
+
+def test_statistics_of_work_that_is_held(make: Make) -> None:
+    with make() as dev:
+        stream, waits = dev.stream("s"), dev.stream("w")
+        gate = Gate(stream)
+        assert gate.entered.wait(50)
+        for _ in range(3):
+            stream.call(int)
+        waits.wait_stream(stream)
+        waits.call(int)
+        found = stream.statistics()
+        assert (found.name, found.queued, found.running, found.done) == ("s", 3, 1, 0)
+        assert not found.failed
+        assert not found.capturing
+        held = dev.empty(8, "int32")
+        of_all = dev.statistics()
+        assert [one.name for one in of_all.streams] == ["s", "w"]
+        assert (of_all.queued, of_all.running, of_all.done) == (4, 1, 0)
+        assert of_all.memory["device"].used == held.nbytes
+        assert set(of_all.memory) == {"device", "host", "swapped"}
+        while not waits.statistics().waiting:  # a worker comes to it
+            pass
+        gate.open()
+        dev.synchronize_blocking()
+        of_all = dev.statistics()
+        assert (of_all.queued, of_all.running, of_all.done) == (0, 0, 5)
+        assert not any(one.waiting for one in of_all.streams)
+
+
+def test_statistics_of_failures_and_captures(make: Make) -> None:
+    with make() as dev:
+        stream, event = dev.stream(), dev.external_event()
+        stream.call(fail)
+        stream.call(int)
+        stream.drain_blocking()
+        found = dev.statistics()
+        assert (found.queued, found.running, found.done, found.unseen_failures) == (0, 0, 1, 1)
+        assert stream.statistics().failed
+        with pytest.raises(StreamError):
+            stream.synchronize_blocking()
+        assert not stream.statistics().failed
+        assert dev.statistics().unseen_failures == 0
+        source, there = pinned(dev, [1, 2]), dev.empty(2, "int32")
+        with dev.capture(stream):
+            stream.copy(there, source)
+            found = dev.statistics()
+            assert (found.captures, found.queued) == (1, 0)
+            assert stream.statistics().capturing
+        assert dev.statistics().captures == 0
+        stream.wait_event(event)
+        assert dev.statistics().external_events == 1
+        event.record(dev.stream())
+        assert dev.statistics().external_events == 0
+
+
+async def test_statistics_of_tasks_that_wait(make: Make) -> None:
+    async with make() as dev:
+        stream = dev.stream()
+        gate = Gate(stream)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(stream.synchronize)
+            await anyio.wait_all_tasks_blocked()
+            assert dev.statistics().tasks_waiting == 3
+            gate.open()
+        assert dev.statistics().tasks_waiting == 0
+    assert dev.statistics().running == 0
+
+
 # ---------------------------------------------------------------- failures
 
 
