@@ -164,6 +164,69 @@ def test_every_stub_has_a_compiled_module() -> None:
     assert [str(path) for path in files(".pyi") if not path.with_suffix(".pyx").exists()] == []
 
 
+# ---------------------------------------------------------------- circles
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_within(room: str) -> dict[str, set[str]]:
+    """Module by module what it imports of its room, for checkers of types and in functions too."""
+    paths = {module_of(path): path for path in files(".py", ".pyi", below=room)}
+    found: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                # (a name of a package may be a module of it)
+                whole = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= whole & set(paths) or {node.module}
+        found[module] = names & set(paths) - {module}
+    return found
+
+
+def circles(imports: dict[str, set[str]]) -> list[set[str]]:
+    """Modules that reach each other, in groups of two and more."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        path = [start]
+        while path:
+            for other in imports[path.pop()] - seen:
+                seen.add(other)
+                path.append(other)
+        return seen
+
+    reach = {module: reached(module) for module in imports}
+    groups = {
+        frozenset({module} | {other for other in reach[module] if module in reach[other]})
+        for module in imports
+    }
+    return [set(group) for group in groups if len(group) > 1]
+
+
+def test_circles_are_found() -> None:
+    chain = {"a": {"b"}, "b": {"c"}, "c": set()}
+    assert circles(chain) == []
+    assert circles({**chain, "c": {"a"}}) == [{"a", "b", "c"}]
+
+
+@pytest.mark.parametrize("room", ["runtime", "npu"])
+def test_no_circle_of_more_than_two_modules(room: str) -> None:
+    """A part is read without the whole: what it needs of it is in a contract (abc, parts)."""
+    assert [group for group in circles(imports_within(room)) if len(group) > 2] == []
+
+
+def test_no_part_names_the_device() -> None:
+    """Nor the class of a driver: streams, events, buffers and graphs get verbs."""
+    device = {"kvcore.runtime.device", "kvcore.npu.driver.device"}
+    for room in ("runtime", "npu"):
+        users = {module for module, names in imports_within(room).items() if names & device}
+        assert users <= {"kvcore.runtime"}, "the package hands Device on, and nobody else"
+
+
 # ---------------------------------------------------------------- Python sources
 def imports_in(tree: ast.AST) -> set[str]:
     """Top-level packages a Python source imports anywhere, import_module("x") included."""

@@ -3,7 +3,7 @@
 
 Who does what
 -------------
-The books stay on the host, in the classes of ``kvcore.runtime``: launches wait in their queue
+The host keeps the order of launches, as ``kvcore.runtime.abc`` has it: launches wait in their queue
 until a worker comes to them, so launching never blocks, whatever the depth of the hardware's
 queue.  A worker does not run an operation, it *hands it over* to the stream's aclrtStream and goes
 on with the next.  From there on the hardware keeps the order: its streams are first in, first out,
@@ -20,8 +20,10 @@ those fail too, each tells its host once.  The handle is given up and a new one 
 stream is used again.  Streams stop on failure (aclrtSetStreamFailureMode), so an event behind a
 fault may never come: everybody who waits looks now and then whether the stream has failed.
 
-    device    AclDevice: opening, waiting, closing       stream     AclStream: handing over, failing
-    records   marks that the hardware reaches, events    transfers  copies and fills
-    hostcalls host functions                             memory     device, pinned, swapped memory
-    watch     rings, and failures nobody would see       graph      capture through aclmdlRI
+    device    AclDriver: opening, memory, closing       lane      AclLane: handing over, failing
+    flight    what the hardware has, and how it ends    work      operations on their way to it
+    records   marks that the hardware reaches, events   transfers copies and fills
+    hostcalls host functions                            memory    device, pinned, swapped memory
+    watch     rings, and failures nobody would see      graph     capture through aclmdlRI
+    parts     what all of these need of each other      handles, turns
 """

@@ -22,7 +22,6 @@ from kvcore.npu.driver.records import Dependency, Record
 
 if TYPE_CHECKING:
     from kvcore.npu.driver.handles import Handles
-    from kvcore.npu.driver.hostcalls import HostCall
     from kvcore.runtime._marks import Failure
 
 __all__ = ["Flight"]
@@ -101,7 +100,7 @@ class Flight:
 
     # -- the end of items
 
-    def ran(self, call: HostCall) -> None:
+    def ran(self, call: object) -> None:
         """A host function is over: with nothing before it, that is all there is to know."""
         with self.lock:
             if self._items and self._items[0] is call:

@@ -30,8 +30,7 @@ from kvcore.npu.driver.work import Handover, work_of
 from kvcore.runtime.abc import KIND_WORK, Launch, Record, Step, Wait
 
 if TYPE_CHECKING:
-    from kvcore.npu.driver.device import AclDriver
-    from kvcore.npu.driver.lane import AclLane
+    from kvcore.npu.driver.parts import Hardware, OnHardware
     from kvcore.npu.driver.records import Events
     from kvcore.runtime._queue import Queue
 
@@ -108,7 +107,7 @@ class AclProgram:
     turn: held while a replay is handed over: to wait for the last one and to be it is one step.
     """
 
-    def __init__(self, driver: AclDriver, steps: Sequence[Step], queues: Sequence[Queue]) -> None:
+    def __init__(self, driver: Hardware, steps: Sequence[Step], queues: Sequence[Queue]) -> None:
         """Capture; the device is set on this thread.  CaptureError when CANN cannot."""
         self._driver = driver
         self.turn = threading.Lock()
@@ -201,7 +200,7 @@ class _Replay(Handover):
     __slots__ = ("_lane", "_losses", "_program", "num_descriptors", "reads", "writes")
     name = "replay"
 
-    def __init__(self, program: AclProgram, lane: AclLane) -> None:
+    def __init__(self, program: AclProgram, lane: OnHardware) -> None:
         self._program = program
         self._lane = lane
         self._losses = lane.flight.losses
@@ -216,8 +215,8 @@ class _Replay(Handover):
     def run(self) -> None:
         """Hand over."""
         program, lane = self._program, self._lane
-        cann = lane.driver.cann
-        with lane.driver.bind(), lane.flight.using(self._losses) as handle:
+        cann = lane.npu.cann
+        with lane.npu.bind(), lane.flight.using(self._losses) as handle:
             if not handle or not lane.flight.took(self, self._losses):
                 return  # behind a failure that the queue has not heard of yet
             with program.turn:

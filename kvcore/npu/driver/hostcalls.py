@@ -21,7 +21,7 @@ from kvcore.runtime._marks import Failure
 from kvcore.runtime._outside import enter, leave, promise, settle
 
 if TYPE_CHECKING:
-    from kvcore.npu.driver.lane import AclLane
+    from kvcore.npu.driver.parts import OnHardware
 
 __all__ = ["Action", "HostCall", "launch"]
 
@@ -76,7 +76,7 @@ class HostCall:
     __slots__ = ("_action", "_args", "_fn", "_lane", "_losses", "done", "name")
 
     def __init__(
-        self, lane: AclLane, fn: Callable[..., object], args: tuple[object, ...], name: str
+        self, lane: OnHardware, fn: Callable[..., object], args: tuple[object, ...], name: str
     ) -> None:
         self.name = name
         self._fn = fn
@@ -89,7 +89,7 @@ class HostCall:
     def run(self) -> None:
         """Hand over; called by a worker when the stream's queue comes to it."""
         lane = self._lane
-        driver = lane.driver
+        driver = lane.npu
         calling = lane.queue.executor.calling()
         with driver.bind(), lane.flight.using(self._losses) as handle:
             driver.held.add(lane)
@@ -115,11 +115,11 @@ class HostCall:
         finally:
             leave(executor)
         lane.flight.ran(self)
-        lane.driver.held.discard(lane)
+        lane.npu.held.discard(lane)
         settle(executor, self.done, failure)
 
     def abandon(self, failure: Failure) -> None:
         """The stream has failed before it came to this."""
         self._action = None
-        self._lane.driver.held.discard(self._lane)
+        self._lane.npu.held.discard(self._lane)
         settle(self._lane.queue.executor, self.done, failure)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvcore.errors import KVCoreError
 from kvcore.npu.driver.flight import Flight
@@ -23,8 +23,9 @@ from kvcore.runtime.copies import Copy, Fill
 from kvcore.runtime.failures import not_in_a_capture
 
 if TYPE_CHECKING:
-    from kvcore.npu.driver.device import AclDriver
+    from kvcore.npu.driver.parts import Hardware
     from kvcore.runtime._queue import Queue
+    from kvcore.runtime.abc import Driver
 
 __all__ = ["AclLane"]
 
@@ -42,15 +43,14 @@ class AclLane(Lane):
     ``compute`` is refused: work that only takes time is a notion of the model.  A plan that has
     no arrays, only ``run()``, is a host function.
 
-    flight: what the hardware has.  shared: others put work on the handle too, so that an empty
-    flight says nothing.
+    npu: the driver.  flight: what the hardware has.  shared: others put work on the handle too,
+    so that an empty flight says nothing.
     """
 
-    driver: AclDriver
-
-    def __init__(self, driver: AclDriver, queue: Queue) -> None:
-        super().__init__(driver, queue)
-        self.flight = Flight(driver.handles)
+    def __init__(self, npu: Hardware, queue: Queue) -> None:
+        super().__init__(cast("Driver", npu), queue)
+        self.npu = npu
+        self.flight = Flight(npu.handles)
         self.shared = False
         #: A mark behind everything launched here, or None.
         self._tail: Mark | None = None
@@ -138,15 +138,15 @@ class AclLane(Lane):
         """Tell the hardware to wait for a record.  Never raises, as ``Record.hand_over``."""
         if step.failed or step.dropped:
             return _nothing
-        executor, driver = self.queue.executor, self.driver
+        executor, npu = self.queue.executor, self.npu
         if record.mark is None:
             if record.failure is not None:
                 fail(executor, self.queue, record.failure)
             return _nothing
         try:
-            with driver.bind(), self.flight.using(losses) as handle:
+            with npu.bind(), self.flight.using(losses) as handle:
                 if handle:
-                    driver.cann.aclrtStreamWaitEvent(handle, record.handle)
+                    npu.cann.aclrtStreamWaitEvent(handle, record.handle)
                     self.flight.took(Dependency(record), losses)
         except BaseException as error:  # told to the host as any failure is
             fail(executor, self.queue, Failure(bare(error), self.name, "wait_event"))
@@ -212,7 +212,7 @@ class AclLane(Lane):
 
     def synchronize_briefly(self) -> None:
         """Hear of a failure, if there is one; KVCoreError."""
-        cann = self.driver.cann
+        cann = self.npu.cann
         if not self.flight.has_handle or not cann.has("aclrtSynchronizeStreamWithTimeout"):
             return
         try:
@@ -241,7 +241,7 @@ class AclLane(Lane):
             if lane not in seen and lane.flight:
                 seen.add(lane)
                 order.append(lane)
-                path += [record.lane for record in lane.flight.waited_for()]
+                path += [cast("AclLane", record.lane) for record in lane.flight.waited_for()]
         for lane in reversed(order):
             lane.look_here()
 
@@ -295,7 +295,7 @@ class AclLane(Lane):
     def _end(self, items: list[Any] | None, failure: Failure) -> None:
         if items is None:
             return
-        self.driver.failed = True
+        self.npu.failed = True
         self._stuck_at = None
         for item in items:
             if isinstance(item, Record):

@@ -38,7 +38,7 @@ from kvcore.npu.driver.handles import bare
 from kvcore.runtime.memory import DEFAULT_ALIGNMENT, Buffer, allocate, stand_in
 
 if TYPE_CHECKING:
-    from kvcore.npu.driver.device import AclDriver
+    from kvcore.npu.driver.parts import Hardware
     from kvcore.runtime._storage import Storage
     from kvcore.runtime.core import Core
 
@@ -277,7 +277,7 @@ class Heap:
 def end_all(buffers: Iterable[AclBuffer]) -> None:
     """The device is left: let no buffer keep memory that nothing but the buffer needs."""
     for buffer in buffers:
-        buffer._end()
+        buffer._end()  # noqa: SLF001  (no method: programs have the buffer too)
 
 
 class Held:
@@ -290,7 +290,7 @@ class Held:
 
     def __init__(self, owners: Iterable[object]) -> None:
         self._arrays = {
-            owner: (owner.storage.array, owner._array)
+            owner: (owner.storage.array, owner._array)  # noqa: SLF001  (a freed one's too)
             for owner in owners
             if isinstance(owner, AclBuffer)
         }
@@ -375,7 +375,7 @@ class AclBuffer(Buffer):
     ) -> None:
         super().__init__(keeper, device, storage, array, dtype, whole)
         self._core = keeper
-        self._driver = cast("AclDriver", keeper.driver)
+        self._driver = cast("Hardware", keeper.driver)
         self._driver.buffers.add(self)
 
     def _end(self) -> None:

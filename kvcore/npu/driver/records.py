@@ -27,7 +27,7 @@ from kvcore.runtime._marks import Failure, Mark
 from kvcore.runtime._outside import fail, promise, settle
 
 if TYPE_CHECKING:
-    from kvcore.npu.driver.lane import AclLane
+    from kvcore.npu.driver.parts import OnHardware
 
 __all__ = ["TIMEOUTS", "Dependency", "Events", "Record", "record_of"]
 
@@ -115,10 +115,10 @@ class Record:
     )
 
     def __init__(
-        self, executor: Executor, mark: Mark, timing: bool, lane: AclLane | None = None
+        self, executor: Executor, mark: Mark, timing: bool, lane: OnHardware | None = None
     ) -> None:
         self._executor = executor
-        self.lane = cast("AclLane", lane)
+        self.lane = cast("OnHardware", lane)
         self.mark: Mark | None = mark
         self.timing = timing
         self.ready = promise(None)
@@ -148,7 +148,7 @@ class Record:
                 self.doomed = failure
                 if lost is None and self._put(lane):
                     if failure is not None:
-                        lane.driver.doomed.add(self)
+                        lane.npu.doomed.add(self)
                         return _nothing
                     return partial(settle, executor, self.ready)
                 failure = failure or flight.loss_since(self.losses)
@@ -160,9 +160,9 @@ class Record:
                     lane.give_up(failure)
         return partial(self.resolve, failure, dropped=step.dropped)
 
-    def _put(self, lane: AclLane) -> bool:
+    def _put(self, lane: OnHardware) -> bool:
         """Record an event on the hardware; False when the lane has failed meanwhile."""
-        driver = lane.driver
+        driver = lane.npu
         with driver.bind(), lane.flight.using(self.losses) as on:
             if not on:
                 return False
@@ -177,7 +177,7 @@ class Record:
         """Tell everybody, once."""
         if self.doomed is not None:
             failure = self.doomed
-            self.lane.driver.doomed.discard(self)
+            self.lane.npu.doomed.discard(self)
         mark, self.mark = self.mark, None
         executor = self._executor
         if mark is not None:
@@ -196,7 +196,7 @@ class Record:
             return False
         status = ctypes.c_int32(-1)
         try:
-            self.lane.driver.cann.aclrtQueryEventStatus(self.handle, ctypes.byref(status))
+            self.lane.npu.cann.aclrtQueryEventStatus(self.handle, ctypes.byref(status))
         except KVCoreError as error:
             self.lane.lose(error, losses=self.losses)
             return True
@@ -207,7 +207,7 @@ class Record:
 
     def happens_within(self, time_ms: int) -> bool:
         """Wait a little for the event; KVCoreError for a failure."""
-        cann = self.lane.driver.cann
+        cann = self.lane.npu.cann
         if not cann.has("aclrtSynchronizeEventWithTimeout"):
             return self.look()
         try:
@@ -239,7 +239,7 @@ class Record:
         try:
             # Those before it first: what was reached before a fault is whole.
             for record in lane.flight.records_until(self):
-                lane.driver.cann.aclrtSynchronizeEvent(record.handle)
+                lane.npu.cann.aclrtSynchronizeEvent(record.handle)
                 if record is not self:
                     lane.passed(record)
             if lane.flight.ends_with(self):

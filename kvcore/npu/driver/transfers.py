@@ -25,7 +25,7 @@ from kvcore.runtime.copies import Copy, Fill, bits
 from kvcore.runtime.memory import PAGEABLE, array_of, space_of
 
 if TYPE_CHECKING:
-    from kvcore.npu.driver.device import AclDriver
+    from kvcore.npu.driver.parts import Hardware
 
 __all__ = ["Transfer", "pieces_between", "within_host"]
 
@@ -50,7 +50,7 @@ class Transfer:
 
     __slots__ = ("_driver", "_pairs", "_spaces", "plan")
 
-    def __init__(self, driver: AclDriver, plan: Copy | Fill) -> None:
+    def __init__(self, driver: Hardware, plan: Copy | Fill) -> None:
         self._driver = driver
         self.plan = plan
         key = driver.core.key
@@ -157,7 +157,7 @@ class Transfer:
 
 
 def _move_batch(
-    driver: AclDriver, rows: npt.NDArray[np.int64], kind: int, handle: int, keep: Keep
+    driver: Hardware, rows: npt.NDArray[np.int64], kind: int, handle: int, keep: Keep
 ) -> None:
     n = len(rows)
     to, source, sizes = (np.ascontiguousarray(rows[:, i]) for i in range(3))

@@ -29,8 +29,7 @@ from kvcore.runtime.failures import took_too_long
 from kvcore.runtime.waiting import hold
 
 if TYPE_CHECKING:
-    from kvcore.npu.driver.device import AclDriver
-    from kvcore.npu.driver.lane import AclLane
+    from kvcore.npu.driver.parts import Hardware, OnHardware
 
 __all__ = ["Watch"]
 
@@ -55,7 +54,7 @@ class _Watched:
 class Watch:
     """Rings and the watch of one device; the driver's verbs of completion are here."""
 
-    def __init__(self, driver: AclDriver) -> None:
+    def __init__(self, driver: Hardware) -> None:
         self._driver = driver
         self._idle_rings: list[int] = []
         self._num_rings = 0
@@ -193,12 +192,12 @@ class Watch:
                     if not self._watched or not self._watched[-1].rings:
                         break
                 watched, self._watched = self._watched, []
-            seen: set[AclLane] = set()
+            seen: set[OnHardware] = set()
             busy = [one for one in watched if not self._sees(one, seen)]
             with self._condition:
                 self._watched += busy
 
-    def _sees(self, watched: _Watched, seen: set[AclLane]) -> bool:
+    def _sees(self, watched: _Watched, seen: set[OnHardware]) -> bool:
         """Whether nobody needs to look at these any more."""
         if not watched.rung.pending:
             return True
@@ -214,7 +213,7 @@ class Watch:
                 record.lane.lose(error, losses=record.losses)
         return not watched.rung.pending
 
-    def _look_at_held(self, seen: set[AclLane], *, polling: bool = False) -> None:
+    def _look_at_held(self, seen: set[OnHardware], *, polling: bool = False) -> None:
         """A record waits in its queue, so somewhere a queue waits for a host function.
 
         Behind a failure of the hardware, that will not come.  Or it waits for another that will

@@ -18,7 +18,7 @@ from kvcore.runtime._marks import Failure
 from kvcore.runtime.copies import Copy, Fill
 
 if TYPE_CHECKING:
-    from kvcore.npu.driver.lane import AclLane
+    from kvcore.npu.driver.parts import OnHardware
 
 __all__ = ["Handover", "Moves", "Work", "name_of", "owners_of", "work_of"]
 
@@ -34,7 +34,7 @@ class Work(Handover):
 
     __slots__ = ("_held", "_lane", "_losses", "_plan", "name")
 
-    def __init__(self, lane: AclLane, plan: Any, owners: Iterable[object] = ()) -> None:
+    def __init__(self, lane: OnHardware, plan: Any, owners: Iterable[object] = ()) -> None:
         self._losses = lane.flight.losses
         self._lane = lane
         self._plan = plan
@@ -47,7 +47,7 @@ class Work(Handover):
     def run(self) -> None:
         """Hand over; called by a worker when the queue comes to it."""
         lane = self._lane
-        with lane.driver.bind(), lane.flight.using(self._losses) as handle:
+        with lane.npu.bind(), lane.flight.using(self._losses) as handle:
             if not handle:
                 return  # behind a failure that the queue has not heard of yet
             try:
@@ -62,7 +62,7 @@ class Work(Handover):
     def hand_over(self, handle: int, keep: Callable[[Any], object]) -> None:
         """Run the plan, which puts its kernels on the stream."""
         keep(self)
-        driver = self._lane.driver
+        driver = self._lane.npu
         # The operators keep their workspace by stream, but in a capture.
         sink = None if keep == self._lane.flight.took else keep
         with (
@@ -78,16 +78,16 @@ class Moves(Work):
 
     __slots__ = ("_transfer",)
 
-    def __init__(self, lane: AclLane, plan: Copy | Fill) -> None:
+    def __init__(self, lane: OnHardware, plan: Copy | Fill) -> None:
         super().__init__(lane, plan)
-        self._transfer = Transfer(lane.driver, plan)
+        self._transfer = Transfer(lane.npu, plan)
 
     def hand_over(self, handle: int, keep: Callable[[Any], object]) -> None:
         """Put its copies on the stream."""
         self._transfer.hand_over(handle, keep)
 
 
-def work_of(lane: AclLane, plan: Any) -> Work | None:
+def work_of(lane: OnHardware, plan: Any) -> Work | None:
     """A plan as work of the hardware; None for one that has no arrays: a host function."""
     if isinstance(plan, Copy | Fill):
         return Moves(lane, plan)
