@@ -271,7 +271,7 @@ cdef int check_tensor(object obj, str name) except -1:
     """
     cdef type kind = type(obj)
     cdef int row
-    if <object>kind is NDARRAY:
+    if <object>kind is NDARRAY or obj is None:
         return 0
     row = row_of(<PyObject*>kind)
     if row < 0 and not torch_is_known and n_tables < KNOWN and kind is adopt.torch_tensor_type():

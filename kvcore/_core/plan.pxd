@@ -33,7 +33,7 @@ cdef class Plan:
     cdef readonly object backend       # None: this library's own kernels
     cdef object prepared
     cdef list keep
-    cdef View views[MAX_ARRAYS]
+    cdef View* views                   # of each argument; rank -1 until it is read
     cdef int num_threads               # 0: automatic
     cdef int most_threads              # what a run may use; 0: not asked yet
     cdef int state                     # IDLE, BUSY or LENT

@@ -33,7 +33,7 @@ from cpython.contextvars cimport PyContextVar_Get
 from cpython.object cimport PyObject
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport int64_t
-from libc.stdlib cimport free, realloc
+from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, strncmp
 
 import numpy
@@ -72,6 +72,7 @@ cdef enum:  # Plan.state
     LENT    # the backend is running: it may call the plan's own methods
 
 cdef object EMPTY = numpy.empty
+cdef object NDARRAY = numpy.ndarray
 cdef object INT64 = numpy.dtype(numpy.int64)
 cdef object ACCESS = overlap.Access
 cdef object SOC_VAR = _soc.CURRENT
@@ -197,6 +198,7 @@ cdef class Plan:
     """
 
     def __dealloc__(self):
+        free(self.views)
         free(self.scratch)
 
     def __repr__(self):
@@ -529,6 +531,11 @@ cdef class Operator:
         plan.params = params
         plan.extra = extra
         plan.keep = []
+        plan.views = <View*>malloc(self.n_arrays * sizeof(View))
+        if plan.views == NULL:
+            raise MemoryError(f"{self.name}: a call does not fit memory")
+        for i in range(self.n_arrays):
+            plan.views[i].rank = -1
         if environment:
             _isa.require()
         if soc is not None:
@@ -549,7 +556,8 @@ cdef class Operator:
         except Exception:  # a parameter without a hash: the resolver words the error
             known = rules = None
         for i in range(self.n_arrays):
-            check_tensor(arrays[i], self.arguments[i])
+            if type(arrays[i]) is not NDARRAY and arrays[i] is not None:
+                check_tensor(arrays[i], self.arguments[i])
         # From here on the arrays are known: see the top of this module.
         for i in range(self.n_arrays):
             if read_view(arrays[i], self.arguments[i], &plan.views[i], plan.keep):
