@@ -98,7 +98,7 @@ def coalesce(axes: Iterable[Axis], itemsize: int) -> tuple[list[Axis], int]:
     """
     left = [axis for axis in axes if axis[0] != 1]
     piece = itemsize
-    while left and all(step == piece for step in left[-1][1:]):
+    while left and left[-1][1:] == (piece,) * (len(left[-1]) - 1):
         piece *= left.pop()[0]
     return join(left), piece
 

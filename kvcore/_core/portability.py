@@ -43,10 +43,17 @@ def warn(text: str) -> None:
         raise ParamInvalidError(str(text))
     if mode != "warn":
         return
-    level = 2
-    frame = sys._getframe(1)
-    # Compiled functions have no frame, so the distance is not the same on every path.
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == PACKAGE:
-        frame = frame.f_back
-        level += 1
-    warnings.warn(text, KVPortabilityWarning, stacklevel=level)
+    # Compiled functions have no frame, so the distance is not the same on every path.  (f_back is
+    # no way to walk: CPython forgets there that memory ran out, and a SystemError follows.)
+    level = 1
+    try:
+        while _is_ours(sys._getframe(level).f_globals.get("__name__")):
+            level += 1
+    except ValueError:  # nobody called into the package
+        level -= 1
+    warnings.warn(text, KVPortabilityWarning, stacklevel=level + 1)
+
+
+def _is_ours(module: object) -> bool:
+    """Whether a frame's module, which code that is executed need not have, is of the package."""
+    return isinstance(module, str) and module.partition(".")[0] == PACKAGE

@@ -355,7 +355,7 @@ class _Windows(_NegativeSlots):
             tokens = np.repeat(plan.values("seq_lens"), self.heads)
             kept = tokens - windows + ((windows > 0) if self.rule == "Rope" else 0)
             rows = kept
-            rows[starts == -1] = tokens[starts == -1]
+            np.copyto(rows, tokens, where=starts == -1)
         # Where the tiling refuses a scenario, no slot counts.
         if self.writes_them:
             self.warn_of(plan.values("slot_mapping"), rows)

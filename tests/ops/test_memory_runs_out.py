@@ -6,12 +6,15 @@ tests/tools/starve.py does the same with malloc failing, with several threads, a
 
 from __future__ import annotations
 
+import sysconfig
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import kvcore
 from hostile_calls import CASES
-from starved import Python, Starving, hows
+from starved import Python, Starving, hows, is_foreign
 
 pytest.importorskip("_testcapi", reason="CPython was built without its test modules")
 
@@ -21,11 +24,25 @@ pytest.importorskip("_testcapi", reason="CPython was built without its test modu
 )
 def test_one_allocation_fails(name: str, how: str) -> None:
     found = Starving(CASES[name], how).round(Python())
-    # What numpy and CPython raise where they forget to say that their own memory ran out.
-    faults = [fault for fault in found.faults if ": SystemError: " not in fault]
-    assert not faults
+    assert not found.faults
     if how in ("plan", "first call"):
         assert found.refused > 0  # else nothing was put to the test
+
+
+def test_a_system_error_of_the_package_is_a_fault() -> None:
+    def raised(where: str) -> Exception:
+        try:
+            exec(compile("raise SystemError", where, "exec"))
+        except SystemError as error:
+            return error
+        raise AssertionError
+
+    assert is_foreign(raised(str(Path(np.__file__).parent / "_core" / "numeric.py")))
+    assert is_foreign(raised(str(Path(sysconfig.get_path("stdlib"), "functools.py"))))
+    assert is_foreign(raised("<frozen _collections_abc>"))
+    for where in ("kvcore/_core/plan.pyx", str(Path(kvcore.__file__).parent / "soc.py"), __file__):
+        assert not is_foreign(raised(where))
+    assert not is_foreign(MemoryError())
 
 
 def test_slots_that_no_memory_holds() -> None:

@@ -425,6 +425,16 @@ def test_a_warning_points_at_the_line_of_the_caller(made: Callable[..., object])
     assert [(one.filename, one.lineno) for one in caught] == [(__file__, line)]
 
 
+@pytest.mark.parametrize("name", [{}, {"__name__": 3}, {"__name__": "theirs"}])
+def test_a_warning_points_at_code_of_any_module(name: dict[str, object]) -> None:
+    key, key_cache, _, _ = lane_arrays("packed key", 6)
+    text = "\ncall(key, cache, slots, soc='A2')"
+    scope = {"call": kvcore.scatter_pa_kv_cache, "key": key, "cache": key_cache, **name}
+    with pytest.warns(KVPortabilityWarning) as caught:
+        exec(compile(text, "executed", "exec"), {**scope, "slots": np.array([0, 1, 2])})
+    assert [(one.filename, one.lineno) for one in caught] == [("executed", 2)]
+
+
 @pytest.mark.parametrize("by", ["shape", "value"])
 def test_a_warning_made_an_error_writes_nothing(by: str) -> None:
     key, key_cache, slots, value, value_cache = nhsd_arrays()

@@ -9,9 +9,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+import sysconfig
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,17 +73,38 @@ class Malloc:
         return None
 
 
+def is_foreign(error: Exception) -> bool:
+    """Whether it is a SystemError out of a line of numpy's or of Python's own library.
+
+    Both forget in places to say that their memory ran out.  One out of a line of the package or of
+    a test is the package's, whatever was called there.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not isinstance(error, SystemError) or not frames:
+        return False
+    place = Path(frames[-1].filename)
+    if frames[-1].filename.startswith("<frozen "):  # modules that the interpreter carries within it
+        return True
+    if place.is_relative_to(Path(np.__file__).parent):
+        return True
+    library = Path(sysconfig.get_path("stdlib"))
+    return place.is_relative_to(library) and "site-packages" not in place.parts
+
+
 @dataclass
 class Count:
-    """attempts, of which refused raised MemoryError; faults: what must not be, in words."""
+    """attempts, of which refused raised MemoryError and others a SystemError that is_foreign();
+    faults: what must not be, in words."""
 
     attempts: int = 0
     refused: int = 0
+    others: int = 0
     faults: list[str] = field(default_factory=list)
 
     def add(self, other: Count) -> None:
         self.attempts += other.attempts
         self.refused += other.refused
+        self.others += other.others
         self.faults += other.faults
 
 
@@ -122,7 +146,9 @@ class Starving:
                 count.attempts += 1
                 made = 0 if error is not None else made + 1
                 count.refused += isinstance(error, MemoryError)
-                if error is not None and not isinstance(error, MemoryError):
+                if error is not None and is_foreign(error):
+                    count.others += 1
+                elif error is not None and not isinstance(error, MemoryError):
                     count.faults.append(f"allocation {at}: {type(error).__name__}: {error}")
                 wanted = before | (self.expected if error is None and writes else {})
                 for name, array in arrays.items():
