@@ -31,6 +31,8 @@ Who does what:
 ``checking``       the checks: what the machine's journal says, in words; ``_races`` reads it,
                    ``_lines`` has the lines of the program, ``modes`` sees torch's operators.
 ``touched``        which bytes of a tensor an operator with indices uses (``_ranges``).
+``faults``         the words for a host that follows a device pointer.
+``leaks``          which tensors are still there at the end.
 ``reports``        what was found, and where that is said.
 
 ``_kvcore_torch``, beside the package, is the entry point by which ``import torch`` starts the

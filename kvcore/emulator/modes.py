@@ -45,7 +45,9 @@ class Call:
     touched: of each argument that may be a tensor, whether it is written; views are left out.
     """
 
-    __slots__ = ("backward", "copies", "fresh", "kernel", "name", "noted", "touched", "written")
+    __slots__ = (
+        "backward", "copies", "fresh", "kernel", "makes", "name", "noted", "touched", "written",
+    )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -55,6 +57,7 @@ class Call:
         self.kernel = fallback.kernels.get(func)
         self.copies = packet in _COPIES
         self.fresh = packet in _FRESH
+        self.makes = any(ret.alias_info is None for ret in schema.returns)
         self.noted = (self.copies and packet != "_pin_memory") or packet in _CALLED_LATER
         self.touched: list[tuple[int, str, bool]] = []
         self.written: list[tuple[int, str]] = []
@@ -152,7 +155,7 @@ class Calls(TorchDispatchMode):  # type: ignore[misc]
             _note(call, line, args, kwargs, result)
         elif call.fresh and _races.check_reads:
             _fresh(result)
-        if checking.leaking:
+        if checking.leaking and call.makes:
             _made(call, line, result)
         waited = _races.read()
         if collector.raises:

@@ -138,9 +138,10 @@ def begin(settings: Settings, *, from_environment: bool) -> Running:
     # A limit for pinned memory and all devices, unless the caller named a size.
     budget = 0 if settings.memory else max(memory.available() // 2, size * settings.devices)
     loaded.become(settings, size, budget)
-    from kvcore.emulator import checking
+    from kvcore.emulator import checking, faults
 
     checking.begin(settings)
+    faults.watch()
     aside = environment.apply(settings)
     _running = Running(
         settings.soc,

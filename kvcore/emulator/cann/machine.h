@@ -134,6 +134,7 @@ struct block {
 enum { GRANULE = 2 << 20 };  // of reserved addresses
 
 enum place kvd_find(const void *address, struct block **block);
+bool kvd_is_device_address(const void *address);
 bool kvd_fits(const struct block *block, size_t offset, size_t size);
 uintptr_t kvd_reserve(size_t size, size_t alignment);  // 0: no more addresses
 unsigned char *kvd_alias(uintptr_t device_address);    // where its bytes are

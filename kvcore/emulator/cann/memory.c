@@ -51,6 +51,10 @@ enum place kvd_find(const void *address, struct block **block) {
     return range_start && at - range_start < range_size ? STRAY : PAGEABLE;
 }
 
+bool kvd_is_device_address(const void *at) {  // also from a handler of signals
+    return range_start && (uintptr_t)at - range_start < range_size;
+}
+
 static struct block *add(enum place place, uintptr_t start, size_t size, void *bytes, bool owned) {
     struct block *b = calloc(1, sizeof *b);
     if (!b) abort();
