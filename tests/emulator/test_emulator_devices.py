@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from wheel import needs_wheel
+
+pytestmark = pytest.mark.timeout(180)  # a fresh process imports torch
 
 PROGRAM = """
 import kvcore.emulator

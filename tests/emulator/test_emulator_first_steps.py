@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+from wheel import needs_wheel
 
 
 def test_tensors_there_and_back(npu: Any, torch: Any) -> None:
@@ -114,6 +115,8 @@ def test_a_thread_without_a_device(npu: Any, torch: Any) -> None:
     assert seen == [[1.0, 1.0, 1.0]]
 
 
+@needs_wheel
+@pytest.mark.timeout(180)
 def test_swapped_memory_may_be_the_first_that_is_asked_for(program: Any) -> None:
     """Before anything has initialised the runtime in this process."""
     done = program(
