@@ -46,6 +46,8 @@ GROUPS = {
     "several runs": "",
 }
 Kind = Literal["integer", "number", "text"]
+#: Where options are held against a model and a device.
+FIT = "kvcore.replay.serving.fit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +210,16 @@ class OffloadOptions:
         0, "output", "events kept for Perfetto", kind="integer", low=0, high=10**8, written=False
     )
 
-    def check(self) -> None:
+    def check(self, model: Any) -> tuple[Any, int]:
+        """The device's profile and the pool's entries, for a `ModelProfile`.
+
+        Raises ParamInvalidError for a value that cannot be, and for a model that does not fit.
+        """
+        # (imported when it is asked for: it needs models and devices)
+        found: tuple[Any, int] = importlib.import_module(FIT).fit(model, self)
+        return found
+
+    def check_values(self) -> None:
         """Raise ParamInvalidError for a value that no model and device could make good."""
         for name, declared in options_of(OffloadOptions):
             value = getattr(self, name)

@@ -65,15 +65,15 @@ def test_what_is_not_written_has_the_declared_default() -> None:
 )
 def test_values_are_checked_as_declared(name: str, wrong: list[Any], right: list[Any]) -> None:
     for value in right:
-        options.OffloadOptions(**{name: value}).check()
+        options.OffloadOptions(**{name: value}).check_values()
     for value in wrong:
         with pytest.raises(ParamInvalidError, match=rf"^{name}: expected .*, got "):
-            options.OffloadOptions(**{name: value}).check()
+            options.OffloadOptions(**{name: value}).check_values()
 
 
 def test_a_number_is_shown_as_it_is_declared() -> None:
     with pytest.raises(ParamInvalidError, match=r"^seed: expected an integer from 0 to 1844674407"):
-        options.OffloadOptions(seed=-1).check()
+        options.OffloadOptions(seed=-1).check_values()
 
 
 def test_axes_are_read_by_their_kind() -> None:

@@ -21,7 +21,7 @@ def fit(model: ModelProfile, options: OffloadOptions) -> tuple[DeviceProfile, in
     no figures of a step, a pool that is smaller than what a step selects, and a batch whose pools
     do not fit the device.
     """
-    options.check()
+    options.check_values()
     if not isinstance(model, ModelProfile):
         fail("model", "a ModelProfile", type(model).__name__)
     if not model.topk:
