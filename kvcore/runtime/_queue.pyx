@@ -248,16 +248,18 @@ cdef class Queue(Line):
         if self.lane is not None:
             return self.lane.mark()
         mark = Mark.__new__(Mark)
-        self.record_mark(mark)
+        self.record_here(mark)
         return mark
 
-    cpdef record_mark(self, Mark mark):
+    def record_mark(self, Mark mark):
         """Record a mark behind everything launched here; others may wait for it already."""
-        cdef Op op
         if self.lane is not None:
             self.lane.record_mark(mark)
-            return
-        op = Op.__new__(Op)
+        else:
+            self.record_here(mark)
+
+    cdef int record_here(self, Mark mark) except -1:
+        cdef Op op = Op.__new__(Op)
         mark.queue = self
         if self.promises is not None:
             mark.promises = self.still_promised()
@@ -265,13 +267,14 @@ cdef class Queue(Line):
         op.mark = mark
         if self.executor.observer is None:
             self.place(op)
-            return
+            return 0
         self.executor.lock.acquire()
         try:
             self.executor.observer.marked(self, mark)
             self.place(op)
         finally:
             self.executor.lock.release()
+        return 0
 
     cdef int follow(self, Mark mark) except -1:
         cdef list found = list(self.still_promised() or ())

@@ -149,6 +149,7 @@ class Driver(ABC):
     buffer_class: what shows memory to a program; a subclass where the host cannot read all of it.
     clock:        the model's time line; None where time is the machine's own.
     core:         what the parts of the device share; set by ``attach``.
+    tidies:       whether ``reached`` has something to do.
     """
 
     name: str
@@ -156,6 +157,7 @@ class Driver(ABC):
     buffer_class: type[Buffer] = Buffer
     clock: ModelClock | None = None
     core: Core
+    tidies: bool = False
 
     # -- life
 
@@ -218,7 +220,10 @@ class Driver(ABC):
         refuse(self.core.key, argument, owner)
 
     def reached(self) -> None:  # noqa: B027 (not every driver has something to tidy)
-        """A host has waited for work: a good moment to free what only that work held."""
+        """A host has waited for work: a good moment to free what only that work held.
+
+        Called where ``tidies`` is true.
+        """
 
     # -- work
 

@@ -257,7 +257,8 @@ class Core:
         if self.race is not None and mark.note is not None:
             with self.lock:
                 self.race.host_joined(mark.note)
-        self.driver.reached()
+        if self.driver.tidies:
+            self.driver.reached()
 
     def raise_races(self) -> None:
         """Raise the races that were found since the last time, if that was asked for."""

@@ -78,6 +78,7 @@ class AclDriver(Driver):
 
     name = "aclnn"
     buffer_class = AclBuffer
+    tidies = True
 
     cann: library.Cann
 

@@ -69,7 +69,8 @@ class ModelDriver(Driver):
     def wait_for(self, mark: Mark, seconds: float | None = None, *, timed: bool = True) -> None:
         """As every driver does, by the shortest way where the mark is all that matters."""
         if seconds is None and (self.clock is None or not timed):
-            hold(mark)
+            if mark.pending:
+                hold(mark)
         else:
             super().wait_for(mark, seconds, timed=timed)
 
