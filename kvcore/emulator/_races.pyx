@@ -573,6 +573,10 @@ cdef class Races(Found):
         """Whether there is pinned memory at all."""
         return bool(self.pinned_starts)
 
+    def in_task(self):
+        """Whether this thread runs a host function of a stream."""
+        return self.current() != 0
+
     def is_pinned(self, int64_t address):
         """Whether an address is one of pinned memory."""
         cdef Py_ssize_t i = bisect_right(self.pinned_starts, address)

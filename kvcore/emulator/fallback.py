@@ -76,6 +76,11 @@ def _refusal(name: str) -> Callable[..., Any]:
     return refuse
 
 
+def pass_on() -> None:
+    """Have torch_npu's queue of this device hand over all that was called."""
+    _raw_stream(torch_npu.npu.current_device())
+
+
 def _tensors(value: Any) -> Iterator[Any]:
     """Tensors of an argument, which may be a list with None in it."""
     if isinstance(value, torch.Tensor):
