@@ -11,6 +11,8 @@ from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from libc.stdint cimport SIZE_MAX, int32_t, int64_t
 from libc.string cimport memset
 
+import sys
+
 import numpy
 
 from kvcore import dtypes
@@ -50,6 +52,8 @@ cdef int n_known = 0
 cdef PyObject* descr_of[KNOWN]  # by row of the table
 cdef list known_refs = []
 cdef object NDARRAY = numpy.ndarray
+cdef dict MODULES = sys.modules
+cdef dict BY_NAME = dtypes.BY_NAME
 cdef bint mirror_is_right = False
 cdef PyObject* table_types[KNOWN]
 cdef kv_dl_exchange* tables[KNOWN]
@@ -167,10 +171,46 @@ cdef int take(tuple reading, View* view) except -1:
     return finish(view)
 
 
+cdef bint take_device(object obj, View* view, list keep) except -1:
+    """Fill view from what the owner of memory on a device says of it.
+
+    False where it says nothing, or nothing that is right: adopt.read finds the words.
+    """
+    cdef object found, row
+    try:
+        found = obj.__kvcore_device_array__
+        if found is None:
+            return False
+        shape, strides, itemsize = found.shape, found.strides, found.itemsize
+        if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides):
+            return False
+        for number in (found.address, itemsize, *shape, *strides):
+            if type(number) is not int:
+                return False
+        row = BY_NAME.get(found.dtype)
+        if not 0 <= itemsize < 1 << 31 or not take((
+            found.address, shape, strides, -1 if row is None else row.id, itemsize,
+            bool(found.read_only), True, found, None,
+        ), view):
+            return False
+    except MemoryError:
+        raise
+    except Exception:
+        return False
+    keep.append(found)
+    return True
+
+
+cdef bint is_torch_type(object kind) except -1:
+    """Whether it is torch.Tensor itself; torch is not imported to find out."""
+    module = MODULES.get("torch")
+    return module is not None and kind is getattr(module, "Tensor", None)
+
+
 cdef bint learn_exchange(type kind) except -1:
     # A subclass may mean something else by its memory: the type must offer the table itself.
     global n_tables, torch_is_known
-    cdef bint is_torch = kind is adopt.torch_tensor_type()
+    cdef bint is_torch = is_torch_type(kind)
     cdef kv_dl_exchange* table = NULL
     capsule = kind.__dict__.get("__dlpack_c_exchange_api__")
     if capsule is None and is_torch:
@@ -274,7 +314,7 @@ cdef int check_tensor(object obj, str name) except -1:
     if <object>kind is NDARRAY or obj is None:
         return 0
     row = row_of(<PyObject*>kind)
-    if row < 0 and not torch_is_known and n_tables < KNOWN and kind is adopt.torch_tensor_type():
+    if row < 0 and not torch_is_known and n_tables < KNOWN and is_torch_type(kind):
         # The first tensor of all: those behind it in its call are asked as tensors too.
         learn_exchange(kind)
         row = row_of(<PyObject*>kind)
@@ -315,6 +355,8 @@ cdef int read_view(object obj, str name, View* view, list keep) except -1:
                 return 0
             view.way = OPAQUE  # whose table may run anything
             return 1
+    elif hasattr(kind, "__kvcore_device_array__") and take_device(obj, view, keep):
+        return 1
     elif n_tables < KNOWN and learn_exchange(kind):
         check_tensor(obj, name)
         read_view(obj, name, view, keep)
@@ -390,7 +432,7 @@ cdef bint ask(object obj, str name, const View* view) except -1:
     if view.way >= TENSOR:
         check_tensor(obj, name)
         return True
-    if view.way == OPAQUE and adopt.is_fixed(obj):
+    if view.way == OPAQUE and not view.flags & ON_DEVICE and adopt.is_fixed(obj):
         return True
     check_tensor(obj, name)
     read_view(obj, name, &now, [])

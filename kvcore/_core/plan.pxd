@@ -14,6 +14,8 @@ cdef class Spec:
     cdef public tuple reaches          # reach.Reach of arguments not read as views, or None
     # (place, place before, slot there) -> text of a warning, where repeated slots are warned of
     cdef public object repeat_text
+    cdef public object case            # what the operator's rules made of the arguments
+    cdef public object form            # what a backend made of that
     cdef tuple noted                   # indices of the arrays whose numbers value_quirks reads
     cdef bint prepares                 # a run needs prepare() whatever its size
     cdef int64_t most                  # bytes by which a run chooses its threads, at the most
@@ -33,6 +35,7 @@ cdef class Plan:
     cdef readonly object backend       # None: this library's own kernels
     cdef object prepared
     cdef list keep
+    cdef list owners                   # what owners of device memory said, by argument; or None
     cdef View* views                   # of each argument; rank -1 until it is read
     cdef int num_threads               # 0: automatic
     cdef int most_threads              # what a run may use; 0: not asked yet
@@ -71,6 +74,7 @@ cdef class Operator:
     cdef readonly str name
     cdef readonly tuple arguments
     cdef object resolver
+    cdef object specify
     cdef dict specs                    # (params, soc) -> signature of the arrays -> Spec
     cdef int n_specs
     cdef int n_arrays
@@ -79,5 +83,8 @@ cdef class Operator:
         self, tuple arrays, tuple params, object soc, object backend, object num_threads,
         object extra
     )
+    cdef int make_views(self, Plan plan) except -1
     cdef Spec resolve(self, Plan plan, object soc, object rules, bytes signature)
+    cdef Spec settle(self, object infos, object params, object soc)
+    cdef Spec complete(self, Spec spec, object case)
     cdef int keep_apart(self, Plan plan, Spec spec) except -1

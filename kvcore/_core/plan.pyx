@@ -452,6 +452,32 @@ cdef class Plan:
             for i in range(self.operator.n_arrays)
         ])
 
+    def memory(self):
+        """Per argument None, or (address of element 0, its first and one past its last byte, what
+        the owner of device memory said of it or None), as they were when the plan was made."""
+        return tuple([
+            None if self.views[i].rank < 0 else (
+                <size_t>self.views[i].data,
+                <size_t>self.views[i].data + self.views[i].low,
+                <size_t>self.views[i].data + self.views[i].high,
+                None if self.owners is None else self.owners[i],
+            )
+            for i in range(self.operator.n_arrays)
+        ])
+
+    def places(self):
+        """(names of the arrays that lie on the host, whether one lies on a device)."""
+        cdef int i
+        cdef bint device = False
+        here = []
+        for i in range(self.operator.n_arrays):
+            if self.views[i].rank >= 0:
+                if self.views[i].flags & ON_DEVICE:
+                    device = True
+                else:
+                    here.append(self.operator.arguments[i])
+        return here, device
+
     @property
     def soc(self):
         """The SoC whose limits were applied, or None."""
@@ -502,13 +528,16 @@ cdef class Plan:
 cdef class Operator:
     """One operator: its array arguments by name, and the resolver that checks a signature.
 
-    resolver(infos, params, soc) -> Spec, infos being ArrayInfo or None per argument.
+    resolver(infos, params, soc) -> Spec, infos being ArrayInfo or None per argument.  With specify
+    the two halves of that: resolver(infos, params) -> Case checks the operator's own rules, and
+    specify(case, soc) -> Spec the SoC's.
     """
 
-    def __init__(self, str name, tuple arguments, resolver):
+    def __init__(self, str name, tuple arguments, resolver, specify=None):
         self.name = name
         self.arguments = arguments
         self.resolver = resolver
+        self.specify = specify
         self.specs = {}
         self.n_arrays = len(arguments)
         if self.n_arrays > MAX_ARRAYS:
@@ -522,6 +551,7 @@ cdef class Operator:
         cdef char packed[MAX_ARRAYS * (HEAD_BYTES + 128)]
         cdef int64_t used = 0
         cdef int i, axes
+        cdef Py_ssize_t kept
         cdef bint on_device = False, outside = False
         cdef bint environment = has_environment()
         cdef bytes signature
@@ -531,11 +561,7 @@ cdef class Operator:
         plan.params = params
         plan.extra = extra
         plan.keep = []
-        plan.views = <View*>malloc(self.n_arrays * sizeof(View))
-        if plan.views == NULL:
-            raise MemoryError(f"{self.name}: a call does not fit memory")
-        for i in range(self.n_arrays):
-            plan.views[i].rank = -1
+        self.make_views(plan)
         if environment:
             _isa.require()
         if soc is not None:
@@ -560,6 +586,7 @@ cdef class Operator:
                 check_tensor(arrays[i], self.arguments[i])
         # From here on the arrays are known: see the top of this module.
         for i in range(self.n_arrays):
+            kept = len(plan.keep)
             if read_view(arrays[i], self.arguments[i], &plan.views[i], plan.keep):
                 plan.unproven = True
             memcpy(packed + used, &plan.views[i].rank, HEAD_BYTES)
@@ -567,6 +594,11 @@ cdef class Operator:
             if plan.views[i].way > PLAIN or plan.views[i].way == OPAQUE:
                 plan.asks = True
                 plan.opaque |= plan.views[i].way == OPAQUE
+            if plan.views[i].flags & ON_DEVICE:
+                if plan.owners is None:
+                    plan.owners = [None] * self.n_arrays
+                if len(plan.keep) > kept:  # a tensor says nothing besides
+                    plan.owners[i] = plan.keep[kept]
             if plan.views[i].rank > 0:
                 axes = plan.views[i].rank * 8
                 memcpy(packed + used, plan.views[i].shape, axes)
@@ -594,21 +626,41 @@ cdef class Operator:
             plan.backend, plan.prepared = settings.choose(plan, backend, on_device)
         return plan
 
+    cdef int make_views(self, Plan plan) except -1:
+        cdef int i
+        plan.views = <View*>malloc(self.n_arrays * sizeof(View))
+        if plan.views == NULL:
+            raise MemoryError(f"{self.name}: a call does not fit memory")
+        for i in range(self.n_arrays):
+            plan.views[i].rank = -1
+        return 0
+
     cdef Spec resolve(self, Plan plan, object soc, object rules, bytes signature):
         """Have the rules checked; the Spec is remembered unless there is nothing to know it by."""
         cdef Spec spec
         plan.unproven = True
-        spec = <Spec?>self.resolver(plan.infos(), plan.params, soc)
-        if spec.value_quirks is not None:
-            names = getattr(spec.value_quirks, "arguments", ())
-            spec.noted = tuple([self.arguments.index(name) for name in names])
-            spec.prepares = True
+        spec = self.settle(plan.infos(), plan.params, soc)
         if rules is not None and signature is not None:
             if self.n_specs >= MAX_SPECS:
                 self.specs.clear()
                 self.n_specs = 0
             self.specs.setdefault(rules, {})[signature] = spec
             self.n_specs += 1
+        return spec
+
+    cdef Spec settle(self, object infos, object params, object soc):
+        """The Spec of checked rules, with its Case where the operator has one."""
+        if self.specify is None:
+            return self.complete(<Spec?>self.resolver(infos, params, soc), None)
+        case = self.resolver(infos, params)
+        return self.complete(<Spec?>self.specify(case, soc), case)
+
+    cdef Spec complete(self, Spec spec, object case):
+        spec.case = case
+        if spec.value_quirks is not None:
+            names = getattr(spec.value_quirks, "arguments", ())
+            spec.noted = tuple([self.arguments.index(name) for name in names])
+            spec.prepares = True
         return spec
 
     cdef int keep_apart(self, Plan plan, Spec spec) except -1:
@@ -661,7 +713,32 @@ cdef class Operator:
 
     def spec_for(self, tuple infos, tuple params, soc=None):
         """Resolve ready-made infos (arrays or stand-ins with name, shape, strides, dtype)."""
-        return self.resolver(infos, params, soc)
+        return self.settle(infos, params, soc)
+
+    def spec_of(self, case, soc=None):
+        """The Spec of a Case whose rules were checked before, under another SoC."""
+        return self.complete(<Spec?>self.specify(case, soc), case)
+
+    def plan_of_values(self, Spec spec, tuple arrays, tuple params):
+        """A Plan of a Spec that is known, for check_values() alone.
+
+        arrays: the index arrays, of the shapes and strides that the Spec was resolved for, and None
+        for all others.
+        """
+        cdef Plan plan = Plan.__new__(Plan)
+        cdef int i
+        plan.operator = self
+        plan.arrays = arrays
+        plan.params = params
+        plan.keep = []
+        self.make_views(plan)
+        for i in range(self.n_arrays):
+            check_tensor(arrays[i], self.arguments[i])
+            read_view(arrays[i], self.arguments[i], &plan.views[i], plan.keep)
+            plan.asks |= plan.views[i].way > PLAIN or plan.views[i].way == OPAQUE
+            plan.opaque |= plan.views[i].way == OPAQUE
+        plan.spec = spec
+        return plan
 
 
 cdef void load_all(const View* view, int64_t* out) noexcept:

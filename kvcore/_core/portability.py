@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Literal
 
 from kvcore.errors import KVPortabilityWarning, ParamInvalidError
 
-__all__ = ["Harm", "instead", "warn"]
+__all__ = ["Harm", "warn", "within"]
 
 PACKAGE = __name__.partition(".")[0]
 
 
-_mode: ContextVar[str] = ContextVar("kvcore_portability", default="warn")
+#: None: warn.  Else it says what is done where the machine is at hand, asked when a text comes up.
+Mode = Callable[[], Literal["silence", "refuse"]]
+_mode: ContextVar[Mode | None] = ContextVar("kvcore_portability", default=None)
 
 
 class Harm(str):
@@ -26,12 +27,12 @@ class Harm(str):
     __slots__ = ()
 
 
-@contextmanager
-def instead(mode: Literal["silence", "refuse"]) -> Iterator[None]:
-    """Where the machine is at hand: warn of nothing, or raise for what would do harm."""
+def within(mode: Mode, call: Callable[[], object]) -> None:
+    """Make a call where the machine is at hand: it warns of nothing, or raises for what would do
+    harm."""
     token = _mode.set(mode)
     try:
-        yield
+        call()
     finally:
         _mode.reset(token)
 
@@ -39,9 +40,9 @@ def instead(mode: Literal["silence", "refuse"]) -> Iterator[None]:
 def warn(text: str) -> None:
     """Give a KVPortabilityWarning that points at whoever called into the package."""
     mode = _mode.get()
-    if mode == "refuse" and isinstance(text, Harm):
-        raise ParamInvalidError(str(text))
-    if mode != "warn":
+    if mode is not None:
+        if isinstance(text, Harm) and mode() == "refuse":
+            raise ParamInvalidError(str(text))
         return
     # Compiled functions have no frame, so the distance is not the same on every path.  (f_back is
     # no way to walk: CPython forgets there that memory ran out, and a SystemError follows.)

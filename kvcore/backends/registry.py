@@ -28,6 +28,7 @@ ENTRY_POINTS = "kvcore.backends"
 ENVIRONMENT = "KVCORE_BACKEND"
 NPU = "aclnn"
 SPACES = frozenset({"host", "device"})
+_NONE: frozenset[str] = frozenset()
 
 _lock = threading.RLock()
 _backends: dict[str, Backend] = {"cpu": CpuBackend(), NPU: AclnnBackend()}
@@ -148,42 +149,48 @@ def _choose(
         asked = os.environ.get(ENVIRONMENT, "").strip() or None
     if asked is None and not on_device:
         return None, None
-    # One that has a name was looked at when it was registered; to look costs more than a call.
-    named = get(asked) if isinstance(asked, str) else asked
-    if named is asked is not None and (isinstance(named, type) or not isinstance(named, Backend)):
+    named = asked
+    if isinstance(asked, str):
+        named = _backends.get(asked) or get(asked)
+    elif asked is not None and (isinstance(asked, type) or not isinstance(asked, Backend)):
+        # One that has a name was looked at when it was registered; to look costs more than a call.
         fail("backend", "a name or a Backend", type(asked).__name__)
-    infos = [info for info in plan.infos() if info is not None]
-    spaces = {"device" if info.on_device else "host" for info in infos}
-    if len(spaces) > 1 and asked is not None:
+    here, there = plan.places()
+    if here and there and (asked is None or not getattr(named, "uploads", _NONE).issuperset(here)):
         # A backend that was named may take small arrays from the host beside the device's.
-        uploads = getattr(named, "uploads", ())
-        if uploads and all(info.on_device or info.name in uploads for info in infos):
-            spaces = {"device"}
-    if len(spaces) > 1:
         fail("backend", "arrays that all live on the host or all on one device", "a mixture")
     if asked is None:
-        asked = NPU
-        if asked not in names():
+        if NPU not in names():
             raise BackendUnavailableError(
                 f"backend {NPU!r} is not available: it is not installed, and NPU arrays need it",
                 argument="backend",
                 seen=NPU,
             )
-    chosen = get(asked) if named is None else named
+        named = get(NPU)
+    chosen: Backend = named
     if isinstance(chosen, CpuBackend) and not on_device:
         return None, None
-    if not on_device and getattr(chosen, "fallback", None) == "cpu" and _reason(chosen) is not None:
-        return None, None
-    _require(chosen, None)
-    if not spaces <= chosen.spaces:
-        beyond = ", ".join(sorted(spaces - chosen.spaces))
+    space = "device" if there else "host"
+    if (here or there) and space not in chosen.spaces:
+        if not on_device and _falls_back(chosen):
+            return None, None
+        _require(chosen, None)
         raise BackendUnavailableError(
-            f"backend {chosen.name!r} cannot reach {beyond} memory",
+            f"backend {chosen.name!r} cannot reach {space} memory",
             argument="backend",
             seen=chosen.name,
         )
-    _require(chosen, plan)
+    if _reason(chosen, plan) is not None:
+        if not on_device and _falls_back(chosen):
+            return None, None
+        _require(chosen, None)
+        _require(chosen, plan)
     return chosen, chosen.prepare(plan)
+
+
+def _falls_back(backend: Backend) -> bool:
+    """Whether the CPU stands in for a backend that cannot run here, as its options ask."""
+    return getattr(backend, "fallback", None) == "cpu" and _reason(backend) is not None
 
 
 settings.install(_choose)

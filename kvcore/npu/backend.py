@@ -8,7 +8,17 @@ from typing import Any
 
 from kvcore._core.plan import Plan
 
-__all__ = ["AclnnBackend"]
+__all__ = ["INDEX_ARGUMENTS", "AclnnBackend"]
+
+#: Index arrays: small, and accepted on the host where the backend is named.
+INDEX_ARGUMENTS = frozenset(
+    {
+        *("slot_mapping", "compress_lens", "compress_seq_offset", "seq_lens"),
+        *("block_tables", "seq_offset", "layer_id", "token_offset", "seq_len"),
+        *("selection_topk_indices", "full_kv_block_table"),
+        *("full_kv_actual_seq", "full_q_actual_seq"),
+    }
+)
 
 
 class AclnnBackend:
@@ -21,12 +31,8 @@ class AclnnBackend:
     name = "aclnn"
     spaces = frozenset({"device"})
 
-    @property
-    def uploads(self) -> frozenset[str]:
-        """Arguments that may lie on the host beside arrays on the device."""
-        from kvcore.npu.call.call import INDEX_ARGUMENTS
-
-        return INDEX_ARGUMENTS
+    #: Arguments that may lie on the host beside arrays on the device.
+    uploads = INDEX_ARGUMENTS
 
     @property
     def fallback(self) -> str | None:
@@ -39,7 +45,12 @@ class AclnnBackend:
         """Why it cannot run here, or this plan; None when it can."""
         from kvcore.npu.cann import library
 
-        if not library.is_proven():
+        proven = library.proven()
+        if proven is not None and plan is not None:
+            form = plan.spec.form
+            if form is not None and form.cann is proven:
+                return None  # as for the call before with such arguments
+        if proven is None:
             reason = library.why_not()
             if reason is not None:
                 return reason

@@ -211,8 +211,7 @@ def _row_lane(case: Case, cache_arg: int, out_arg: int) -> Lane:
     )
 
 
-def _resolve(infos: Infos, params: tuple[Any, ...], soc: SoC | None) -> Spec:
-    case = classify(infos, params)
+def _specify(case: Case, soc: SoC | None) -> Spec:
     warnings = () if soc is None else soc_gather.check_gather_pa(case, soc)
     return GatherSpec(
         tuple(out for _, out in case.lanes),
@@ -225,7 +224,7 @@ def _resolve(infos: Infos, params: tuple[Any, ...], soc: SoC | None) -> Spec:
         case.totals,
         BLOCK_TABLES,
         SEQ_LENS,
-        None if infos[SEQ_OFFSET] is None else SEQ_OFFSET,
+        None if case.infos[SEQ_OFFSET] is None else SEQ_OFFSET,
         partial(_fault, case.tokens, case.blocks, case.columns, soc_gather.out_of_range_note(soc)),
         warnings,
         soc,
@@ -273,7 +272,7 @@ def _fault(
     )
 
 
-GATHER = Operator("gather_pa_kv_cache", ARGUMENTS, _resolve)
+GATHER = Operator("gather_pa_kv_cache", ARGUMENTS, classify, _specify)
 
 
 def gather_pa_kv_cache(

@@ -235,8 +235,7 @@ def _index_arrays(case: Case) -> list[IndexArray]:
     return found
 
 
-def _resolve(infos: Infos, params: tuple[Any, ...], soc: SoC | None) -> Spec:
-    case = classify(infos, params)
+def _specify(case: Case, soc: SoC | None) -> Spec:
     warnings = () if soc is None else soc_gather.check_gather_selection(case, soc)
     table, full_table = case.info(TABLE), case.info(FULL_TABLE)
     cache, full = case.info(CACHE), case.info(FULL_CACHE)
@@ -313,7 +312,7 @@ def _fault(
     )
 
 
-SELECT = Operator("gather_selection_kv_cache", ARGUMENTS, _resolve)
+SELECT = Operator("gather_selection_kv_cache", ARGUMENTS, classify, _specify)
 
 
 def params_of(block: Any, cumulative: Any, dtype: Any, stats: Any) -> tuple[int, bool, Any]:

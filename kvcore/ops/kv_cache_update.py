@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kvcore._core.arrays import ArrayInfo
-from kvcore._core.lanes import make_lane
+from kvcore._core.lanes import Lane, make_lane
 from kvcore._core.paged import AppendSpec
 from kvcore._core.plan import Operator, Plan, Spec
+from kvcore.dtypes import DType
 from kvcore.errors import ParamInvalidError, in_words, shown
 from kvcore.ops import checks, soc_update
 from kvcore.soc import SoC
@@ -23,7 +26,31 @@ ARGUMENTS = ("new_kv", "layer_id", "past", "token_offset", "seq_len")
 NEW_KV, LAYER_ID, PAST, TOKEN_OFFSET, SEQ_LEN = range(5)
 
 
-def _resolve(infos: tuple[ArrayInfo | None, ...], params: tuple[Any, ...], soc: SoC | None) -> Spec:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a call's shapes and dtypes amount to, every rule about them checked.
+
+    layer: the one that was given as a number, or None.  tokens: rows of new_kv.
+    """
+
+    infos: tuple[ArrayInfo | None, ...]
+    layer: int | None
+    dtype: DType
+    layers: int
+    batch: int
+    max_seq: int
+    hidden: int
+    tokens: int
+
+    def info(self, argument: int) -> ArrayInfo:
+        """An array that this case has."""
+        found = self.infos[argument]
+        assert found is not None
+        return found
+
+
+def classify(infos: tuple[ArrayInfo | None, ...], params: tuple[Any, ...]) -> Case:
+    """Check every rule about shapes and dtypes."""
     layer, dtype = params
     new_kv = checks.need(infos[NEW_KV], "new_kv")
     past = checks.need(infos[PAST], "past")
@@ -45,32 +72,32 @@ def _resolve(infos: tuple[ArrayInfo | None, ...], params: tuple[Any, ...], soc: 
         checks.one_index_dtype(token_offset, seq_len)
         if not 0 <= layer < layers:
             raise _fault(layers, max_seq, 0, "layer_id", 0, layer, 0)
-    if len(new_kv.shape) == 2:
-        tokens, width = new_kv.shape
-        inner, outer_stride, tok_stride = 0, 0, new_kv.strides[0]
-        levels = [(width, new_kv.strides[1], past.strides[3])]
+    half = len(new_kv.shape) // 2
+    tokens, width = math.prod(new_kv.shape[:half]), math.prod(new_kv.shape[half:])
+    if width != hidden:
+        seen = list(new_kv.shape)
+        checks.fail("new_kv", f"tokens of hidden size {hidden} (past {list(past.shape)})", seen)
+    checks.output(past)
+    return Case(infos, layer, own, layers, batch, max_seq, hidden, tokens)
+
+
+def _lane(case: Case) -> Lane:
+    new_kv, past = case.info(NEW_KV), case.info(PAST)
+    shape, steps = new_kv.shape, new_kv.strides
+    inner = outer_stride = 0
+    if len(shape) == 2:
+        tok_stride = steps[0]
+        levels = [(shape[1], steps[1], past.strides[3])]
     else:
-        a, b, c, d = new_kv.shape
-        tokens, width = a * b, c * d
-        outer_stride, tok_stride = new_kv.strides[:2]
+        a, b, c, d = shape
+        outer_stride, tok_stride = steps[:2]
         inner = b
         if a <= 1 or outer_stride == b * tok_stride:
             inner = outer_stride = 0
         elif b == 1:
             inner, tok_stride, outer_stride = 0, outer_stride, 0
-        levels = [
-            (c, new_kv.strides[2], d * past.strides[3]),
-            (d, new_kv.strides[3], past.strides[3]),
-        ]
-    if width != hidden:
-        shown = list(new_kv.shape)
-        checks.fail("new_kv", f"tokens of hidden size {hidden} (past {list(past.shape)})", shown)
-    checks.output(past)
-    warnings: tuple[str, ...] = ()
-    if soc is not None:
-        indices = (infos[LAYER_ID], token_offset, seq_len)
-        warnings = soc_update.check_update(new_kv, past, own, hidden, indices, soc)
-    lane = make_lane(
+        levels = [(c, steps[2], d * past.strides[3]), (d, steps[3], past.strides[3])]
+    return make_lane(
         NEW_KV,
         PAST,
         tok_stride=tok_stride,
@@ -81,15 +108,26 @@ def _resolve(infos: tuple[ArrayInfo | None, ...], params: tuple[Any, ...], soc: 
         levels=levels,
         item_bytes=past.itemsize,
     )
+
+
+def _specify(case: Case, soc: SoC | None) -> Spec:
+    past = case.info(PAST)
+    warnings: tuple[str, ...] = ()
+    if soc is not None:
+        indices = (case.infos[LAYER_ID], case.info(TOKEN_OFFSET), case.info(SEQ_LEN))
+        warnings = soc_update.check_update(
+            case.info(NEW_KV), past, case.dtype, case.hidden, indices, soc
+        )
+    layers, max_seq, tokens = case.layers, case.max_seq, case.tokens
     return AppendSpec(
         (PAST,),
-        [lane],
+        [_lane(case)],
         tokens,
-        batch,
+        case.batch,
         max_seq,
         layers,
         past.strides[0],
-        layer,
+        case.layer,
         LAYER_ID,
         TOKEN_OFFSET,
         SEQ_LEN,
@@ -142,7 +180,7 @@ def _fault(
     )
 
 
-UPDATE = Operator("kv_cache_update", ARGUMENTS, _resolve)
+UPDATE = Operator("kv_cache_update", ARGUMENTS, classify, _specify)
 
 
 def _layer(layer_id: Any) -> tuple[Any, int | None]:

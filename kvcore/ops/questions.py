@@ -19,7 +19,6 @@ from kvcore.ops import (
     kv_cache_update,
     scatter_case,
     scatter_pa,
-    scatter_rules,
 )
 from kvcore.ops.stand_in import StandIn, info_of
 from kvcore.soc import PROFILES
@@ -48,7 +47,6 @@ class Question:
     arrays: tuple[str, ...]
     words: dict[str, Any]
     params: Callable[[Words], tuple[Any, ...]]
-    classify: Callable[[Any, Any], Any] | None = None
 
     def ask(self, given: Mapping[str, Any]) -> Answer:
         """Ask every SoC.  given: arrays or (shape, dtype) pairs, and words, by name.
@@ -65,12 +63,13 @@ class Question:
         for one in spec.reaches or ():
             name = self.operator.arguments[one.argument]
             _check_reach(one, infos[one.argument], given[name])
-        number = None if self.classify is None else self.classify(infos, params).number
+        case = spec.case
+        number = getattr(case, "number", None)
         runs: dict[str, str | None] = {}
         warnings: dict[str, tuple[str, ...]] = {}
         for name, soc in PROFILES.items():
             try:
-                spec = self.operator.spec_for(infos, params, soc)
+                spec = self.operator.spec_of(case, soc)
             except ParamInvalidError as error:
                 runs[name] = str(error)
             else:
@@ -133,14 +132,12 @@ QUESTIONS: dict[str, Question] = {
             "value_dtype": None,
         },
         _scatter_params,
-        scatter_rules.classify,
     ),
     "scatter_pa_cache": Question(
         scatter_pa.SCATTER_KEY,
         tuple(name for name in scatter_case.ARGUMENTS if not name.startswith("value")),
         {"dtype": None},
         _scatter_key_params,
-        scatter_rules.classify,
     ),
     "kv_cache_update": Question(
         kv_cache_update.UPDATE,

@@ -15,7 +15,7 @@ from kvcore._core.paged import SlotSpec
 from kvcore._core.plan import Operator, Plan, Spec
 from kvcore._core.reach import Reach
 from kvcore.ops import checks, compress, soc_scatter
-from kvcore.ops.scatter_case import ARGUMENTS, SLOT_MAPPING, Case, Infos
+from kvcore.ops.scatter_case import ARGUMENTS, SLOT_MAPPING, Case
 from kvcore.ops.scatter_rules import classify, nct_rule
 from kvcore.soc import SoC
 
@@ -68,15 +68,13 @@ def _row_lane(case: Case, lane: int, source_arg: int, cache_arg: int, head_size:
     )
 
 
-def _resolve(infos: Infos, params: tuple[Any, ...], soc: SoC | None) -> Spec:
-    case = classify(infos, params)
+def _specify(case: Case, soc: SoC | None) -> Spec:
     compresses = case.rule not in ("rows", "Nct")
     spec = compress.resolve(case, soc) if compresses else _slot_spec(case, soc)
     return spec if soc is None else soc_scatter.apply(spec, case, soc)
 
 
-def _resolve_key(infos: Infos, params: tuple[Any, ...], soc: SoC | None) -> Spec:
-    case = classify(infos, params)
+def _specify_key(case: Case, soc: SoC | None) -> Spec:
     spec = compress.resolve(case, soc) if case.number == 3 else _slot_spec(case, soc)
     return spec if soc is None else soc_scatter.apply(spec, case, soc, soc_scatter.KEY_ONLY)
 
@@ -118,9 +116,9 @@ def _slot_fault(blocks: int, block_size: int, index: int, slot: int) -> Exceptio
     return checks.slot_fault("slot_mapping", index, slot, blocks, block_size)
 
 
-SCATTER = Operator("scatter_pa_kv_cache", ARGUMENTS, _resolve)
+SCATTER = Operator("scatter_pa_kv_cache", ARGUMENTS, classify, _specify)
 # The same arguments, of which value and value_cache are never given.
-SCATTER_KEY = Operator("scatter_pa_cache", ARGUMENTS, _resolve_key)
+SCATTER_KEY = Operator("scatter_pa_cache", ARGUMENTS, classify, _specify_key)
 
 
 def scatter_pa_kv_cache(

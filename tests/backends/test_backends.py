@@ -340,21 +340,15 @@ def test_an_unknown_name_in_the_environment(monkeypatch: pytest.MonkeyPatch, tex
         call()
 
 
-class OnDevice:
-    """What a plan knows of an array on an NPU."""
-
-    def __init__(self, on_device: bool) -> None:
-        self.on_device = on_device
-
-
 class DevicePlan:
     """A plan whose arrays live where the test says."""
 
-    def __init__(self, *places: bool) -> None:
-        self.places = places
+    def __init__(self, *on_device: bool) -> None:
+        self.on_device = on_device
 
-    def infos(self) -> list[OnDevice | None]:
-        return [None, *(OnDevice(place) for place in self.places)]
+    def places(self) -> tuple[list[str], bool]:
+        here = [f"array {i}" for i, there in enumerate(self.on_device) if not there]
+        return here, any(self.on_device)
 
 
 def test_arrays_on_a_device() -> None:

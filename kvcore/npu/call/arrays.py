@@ -4,66 +4,73 @@
 Two kinds of arrays live on a device: objects with ``__kvcore_device_array__`` (the runtime's
 buffers) and torch_npu's tensors, taken by their data pointer.  Index arrays may also be on the
 host, where ``backend="aclnn"`` was named: they are copied to the device.
+
+What shapes and types decide is worked out once, with the Spec of such calls (``describe``); each
+plan adds where its arrays are (``place``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from kvcore._core.plan import Plan
-from kvcore.dtypes import BY_NAME, TORCH_NAMES, DType
+from kvcore.dtypes import DType
 from kvcore.errors import fail
-from kvcore.strides import dense_strides, extent, is_dense
+from kvcore.strides import dense_strides, is_dense
 
-__all__ = ["Argument", "dtype_named", "element", "is_dense_from", "read_all"]
+__all__ = ["Argument", "Dims", "describe", "is_dense_from", "place"]
 
 #: A storage must begin on this many bytes.
 ALIGNMENT = 32
 
 
-@dataclass(slots=True)
-class Argument:
+class Dims(NamedTuple):
+    """Type, shape and strides as aclCreateTensor counts them: elements, two of a packed type an
+    item.  scale: elements an item."""
+
+    kind: DType
+    shape: list[int]
+    strides: list[int]
+    scale: int
+
+
+class Argument(NamedTuple):
     """One array of a call; what operators' rules read of it, and where its storage is.
 
-    strides in bytes.  base, storage_bytes: the whole allocation that the array is a view of.
     dtype: of the stored items.  element: what the operator takes the items for.
-    source: the caller's object.  device_id: None for host memory.
+    strides, dense: bytes; dense are those of a contiguous array of that shape.
+    dims, dense_dims: what its aclTensor is made of, and that of a contiguous copy; None: worked
+    out when it is made.
+    base, storage_bytes: the whole allocation that the array is a view of.
+    device_id: None for host memory.
     key: the same for all arrays of one kvcore.Device; None for those of no Device.
     host_address: where the host, and every copy, finds memory of the host that a kernel uses by
     another address; None for memory of the device.
+    source: the caller's object.
     """
 
     name: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    dense: tuple[int, ...]
     dtype: DType | None
     dtype_name: str
     itemsize: int
+    size: int
     read_only: bool
     on_device: bool
-    address: int
-    base: int
-    storage_bytes: int
-    device_id: int | None
-    source: Any
-    element: DType | None = None
+    element: DType | None
+    dims: Dims | None = None
+    dense_dims: Dims | None = None
+    address: int = 0
+    base: int = 0
+    storage_bytes: int = 0
+    device_id: int | None = None
     key: object = None
     host_address: int | None = None
-    #: What its aclTensor is made of, from the first time on; a replaced argument has none yet.
-    described: tuple[Any, ...] | None = field(default=None, init=False, compare=False, repr=False)
-
-    @property
-    def size(self) -> int:
-        """Stored items."""
-        count = 1
-        for n in self.shape:
-            count *= n
-        return count
+    source: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -72,12 +79,12 @@ class Argument:
 
     def placed(self, address: int) -> Argument:
         """A contiguous array of the same shape at another place on the device."""
-        return replace(
-            self,
-            strides=dense_strides(self.shape, self.itemsize),
+        return self._replace(
+            strides=self.dense,
+            dims=self.dense_dims,
             address=address,
             base=address,
-            storage_bytes=max(self.nbytes, 1),
+            storage_bytes=max(self.size * self.itemsize, 1),
             on_device=True,
             host_address=None,
         )
@@ -85,13 +92,44 @@ class Argument:
     def seen_as(self, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> Argument:
         """Another view of the same storage, ``offset`` bytes behind this one's first element."""
         host = self.host_address
-        return replace(
-            self,
+        return self._replace(
             shape=tuple(shape),
             strides=tuple(strides),
+            dense=dense_strides(shape, self.itemsize),
+            size=math.prod(shape),
+            dims=None,
+            dense_dims=None,
             address=self.address + offset,
             host_address=None if host is None else host + offset,
         )
+
+    def described(self) -> Argument:
+        """The same with its dims worked out, where ACL has its type."""
+        if self.element is None or self.element.acl is None:
+            return self
+        return self._replace(dims=dims_of(self), dense_dims=dims_of(self, dense=True))
+
+
+#: The fields that are the same for every call of one Spec come first.
+_STATIC = Argument._fields.index("address")
+
+
+def dims_of(one: Argument, *, dense: bool = False) -> Dims:
+    """What an aclTensor is made of, but for the place; refuses types that ACL has not."""
+    kind, item = one.element, one.itemsize
+    if kind is None or kind.acl is None:
+        fail(one.name, "a dtype that ACL has", one.dtype_name)
+    scale = 2 if kind.packed else 1
+    shape = list(one.shape)
+    # Those of an axis of one mean nothing here, and may be anything; CANN looks at them.
+    strides = [
+        (stride if n > 1 and not dense else step) // item * scale
+        for n, stride, step in zip(shape, one.strides, one.dense, strict=True)
+    ]
+    if kind.packed and shape:
+        shape[-1] *= scale
+        strides[-1] = 1
+    return Dims(kind, shape, strides, scale)
 
 
 def is_dense_from(argument: Argument, axis: int) -> bool:
@@ -109,76 +147,85 @@ def is_dense_from(argument: Argument, axis: int) -> bool:
     )
 
 
-def read_all(plan: Plan) -> tuple[Argument | None, ...]:
-    """Every argument of a plan; None for those not given.
+def describe(plan: Plan) -> list[Argument | None]:
+    """What shapes and types say of a plan's arguments; None for those not given."""
+    return [
+        None
+        if info is None
+        else Argument(
+            info.name,
+            info.shape,
+            info.strides,
+            dense_strides(info.shape, info.itemsize),
+            info.dtype,
+            info.dtype_name,
+            info.itemsize,
+            math.prod(info.shape),
+            info.read_only,
+            info.on_device,
+            info.dtype,
+        )
+        for info in plan.infos()
+    ]
+
+
+def place(described: Sequence[Argument | None], plan: Plan) -> list[Argument | None]:
+    """The arguments where a plan's arrays are; None where a description is.
 
     Raises ParamInvalidError for arrays of two NPUs or of two devices of the runtime, whose
     streams know nothing of each other, and for one that leaves its storage.
     """
     found: list[Argument | None] = []
     first: Argument | None = None
-    for info, source in zip(plan.infos(), plan.arrays, strict=True):
-        if info is None:
+    for one, memory, source in zip(described, plan.memory(), plan.arrays, strict=True):
+        if one is None or memory is None:
             found.append(None)
             continue
-        base, storage_bytes, device_id, key = info.address, 0, None, None
-        if info.on_device:
-            base, storage_bytes, device_id, key = _storage(source)
-        one = Argument(
-            info.name,
-            info.shape,
-            info.strides,
-            info.dtype,
-            info.dtype_name,
-            info.itemsize,
-            info.read_only,
-            info.on_device,
-            info.address,
-            base,
-            storage_bytes,
-            device_id,
-            source,
-            info.dtype,
-            key,
-            _host_address(source) if info.on_device else None,
-        )
-        if info.on_device:
-            first = first or one
-            _beside(one, first)
-            _inside(one)
-        found.append(one)
-    return tuple(found)
-
-
-def _storage(source: Any) -> tuple[int, int, int, object]:
-    """(base address, bytes, device, its Device's key) of the allocation behind a device array."""
-    described = getattr(source, "__kvcore_device_array__", None)
-    if described is not None:
-        key = getattr(described, "key", None)
-        return described.base, described.storage_bytes, described.device_id, key
-    storage = source.untyped_storage()
-    return storage.data_ptr(), storage.nbytes(), source.device.index or 0, None
-
-
-def _host_address(source: Any) -> int | None:
-    described = getattr(source, "__kvcore_device_array__", None)
-    found: int | None = getattr(described, "host_address", None)
+        address, low, high, owner = memory
+        base, nbytes, device_id, key, host = address, 0, None, None, None
+        if one.on_device:
+            if owner is None:
+                owner = _Tensor(source)
+            base, nbytes, device_id = owner.base, owner.storage_bytes, owner.device_id
+            key, host = getattr(owner, "key", None), getattr(owner, "host_address", None)
+        where = (address, base, nbytes, device_id, key, host, source)
+        # (as Argument(...) does, without a frame of Python)
+        placed: Argument = tuple.__new__(Argument, one[:_STATIC] + where)
+        if one.on_device:
+            if first is None:
+                first = placed
+            elif device_id != first.device_id or key is not first.key:
+                _beside(placed, first)
+            if one.size and (
+                low < base
+                or high > base + nbytes
+                or base % ALIGNMENT
+                or (address - base) % one.itemsize
+            ):
+                _outside(placed, low - base, high - base)
+        found.append(placed)
     return found
+
+
+class _Tensor:
+    """What a tensor of torch_npu says of its storage."""
+
+    def __init__(self, tensor: Any) -> None:
+        storage = tensor.untyped_storage()
+        self.base = storage.data_ptr()
+        self.storage_bytes = storage.nbytes()
+        self.device_id = tensor.device.index or 0
 
 
 def _beside(one: Argument, first: Argument) -> None:
     if one.device_id != first.device_id:
         where = f"memory of NPU {first.device_id}, where {first.name} is"
         fail(one.name, where, f"memory of NPU {one.device_id}")
-    if None not in (one.key, first.key) and one.key is not first.key:
+    if None not in (one.key, first.key):
         fail(one.name, f"memory of the Device that {first.name} is of", "another Device's")
 
 
-def _inside(one: Argument) -> None:
-    if one.size == 0:
-        return
-    first, past = extent(one.shape, one.strides, one.itemsize)
-    low, high = one.address - one.base + first, one.address - one.base + past
+def _outside(one: Argument, low: int, high: int) -> None:
     if low < 0 or high > one.storage_bytes:
         fail(
             one.name,
@@ -187,27 +234,5 @@ def _inside(one: Argument) -> None:
         )
     if one.base % ALIGNMENT:
         fail(one.name, f"a storage that begins on {ALIGNMENT} bytes", f"address {one.base:#x}")
-    if (one.address - one.base) % one.itemsize:
-        seen = f"an offset of {one.address - one.base} bytes"
-        fail(one.name, f"an offset of whole elements of {one.itemsize} bytes", seen)
-
-
-def dtype_named(name: Any) -> DType | None:
-    """The row of a ``dtype=`` argument that the operator has accepted."""
-    if name is None or isinstance(name, DType):
-        return name
-    spelled = name if isinstance(name, str) else str(name)
-    spelled = spelled.removeprefix("torch.")
-    spelled = TORCH_NAMES.get(spelled, spelled)
-    return BY_NAME[spelled if spelled in BY_NAME else np.dtype(name).name]
-
-
-def element(argument: Argument | None, named: DType | None) -> Argument | None:
-    """The argument with the type its raw unsigned items stand for."""
-    if argument is None or named is None or argument.dtype is None:
-        return argument
-    own = argument.dtype
-    raw = own.kind == "uint" and own.itemsize == named.itemsize
-    if raw or (own.packed and named.packed):
-        return replace(argument, element=named)
-    return argument
+    seen = f"an offset of {one.address - one.base} bytes"
+    fail(one.name, f"an offset of whole elements of {one.itemsize} bytes", seen)

@@ -9,32 +9,21 @@ Source: ops-transformer, op_api and tilings of each operator (read, not run).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from kvcore._core.plan import Plan
 from kvcore._core.portability import Harm
+from kvcore.dtypes import DType
 from kvcore.errors import fail
 from kvcore.npu import options
+from kvcore.npu.backend import INDEX_ARGUMENTS
 from kvcore.npu.call.arrays import Argument, is_dense_from
 from kvcore.npu.call.memory import Room
 from kvcore.npu.call.tensors import Handles
 from kvcore.npu.cann.library import Cann
 from kvcore.soc import SoC
-from kvcore.strides import dense_strides
 
 __all__ = ["INDEX_ARGUMENTS", "PLACEHOLDER_BYTES", "Call", "Placed", "optional", "required"]
-
-#: Index arrays: small, and accepted on the host where the backend is named.
-INDEX_ARGUMENTS = frozenset(
-    {
-        *("slot_mapping", "compress_lens", "compress_seq_offset", "seq_lens"),
-        *("block_tables", "seq_offset", "layer_id", "token_offset", "seq_len"),
-        *("selection_topk_indices", "full_kv_block_table"),
-        *("full_kv_actual_seq", "full_q_actual_seq"),
-    }
-)
 
 #: Memory behind a tensor that stands for no array.
 PLACEHOLDER_BYTES = 64
@@ -43,9 +32,14 @@ Placed = list[Argument | None]
 
 
 class Call:
-    """One operator's call, from a plan's arguments; raises for what this SoC cannot be given.
+    """One operator's call; raises for what this SoC cannot be given.
+
+    It is made once for a Spec, from descriptions of the arguments, and reads the Spec's Case; each
+    plan of that Spec takes a copy, with its own arrays (``bound``).
 
     arguments: in the operator's order.  copied: indices of those that go to contiguous memory.
+    spec:      the Spec under this machine's SoC, for arguments that are contiguous where copied.
+    harm:      what the machine would do wrong without an error, or None.
     """
 
     #: The C function, without GetWorkspaceSize.
@@ -54,15 +48,35 @@ class Call:
     outputs: frozenset[str]
     #: Arguments whose values the call needs on the host, whoever asks.
     host_values: tuple[str, ...] = ()
+    #: Whether it counts in the memory behind an argument; see counts_itself.
+    counts = False
 
-    def __init__(self, plan: Plan, arguments: Iterable[Argument | None], soc: SoC) -> None:
+    def __init__(self, plan: Plan, arguments: list[Argument | None], soc: SoC) -> None:
         # Not the plan itself, which holds what holds this: its arrays must go when it goes.
         self.operator = plan.operator
         self.params = plan.params
-        self.arrays = plan.arrays
+        self.case: Any = plan.spec.case
+        self.spec = plan.spec
         self.soc = soc
-        self.arguments = list(arguments)
+        self.arguments = arguments
         self.copied: set[int] = set()
+        self.harm: str | None = None
+
+    def bound(self, arguments: list[Argument | None]) -> Call:
+        """The same call of a plan's own arrays."""
+        if self.counts:
+            self.check_room(arguments)
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made.arguments = arguments
+        return made
+
+    def take_for(self, positions: tuple[int, ...], kind: DType) -> None:
+        """Give arguments the element type that the operator takes their items for."""
+        for i in positions:
+            one = self.arguments[i]
+            if one is not None:
+                self.arguments[i] = one._replace(element=kind)
 
     def index_of(self, name: str) -> int:
         """Position of an argument."""
@@ -96,6 +110,9 @@ class Call:
         """Whether the operator goes by the memory behind an argument, whatever its strides say."""
         return False
 
+    def check_room(self, arguments: list[Argument | None]) -> None:
+        """Raise where the memory behind arguments that the operator counts in itself ends early."""
+
     def may_copy(self, argument: Argument) -> bool:
         """Whether an input may be copied to contiguous memory at each call."""
         return True
@@ -109,17 +126,28 @@ class Call:
         fail(one.name, f"{wanted} on {self.soc.name}", seen)
 
     def ask_the_table(self) -> None:
-        """Raise for what the SoC's table refuses, and for what the machine would do wrong."""
-        infos = []
-        for i, one in enumerate(self.arguments):
+        """Raise for what the SoC's table refuses; note what the machine would do wrong."""
+        infos: list[Any] = []
+        same = True
+        for i, (one, known) in enumerate(zip(self.arguments, self.case.infos, strict=True)):
             if one is not None and i in self.copied:
-                one = replace(one, strides=dense_strides(one.shape, one.itemsize))
+                same &= one.strides == one.dense
+                one = one._replace(strides=one.dense)
+            same &= (one is None) == (known is None)
             infos.append(one)
-        spec = self.operator.spec_for(tuple(infos), self.params, self.soc)
-        for text in spec.warnings:
-            if isinstance(text, Harm) and options.quirks() == "refuse":
-                expected = f"a call that the kernels of {self.soc.name} do right"
-                fail("backend", expected + " (or options.use_options(quirks='pass'))", text)
+        if not same:
+            self.spec = self.operator.spec_for(tuple(infos), self.params, self.soc)
+        elif self.spec.soc is not self.soc:
+            # The operator's own rules were checked with the Case.
+            self.spec = self.operator.spec_of(self.case, self.soc)
+        self.harm = next((text for text in self.spec.warnings if isinstance(text, Harm)), None)
+
+    def refuse_harm(self) -> None:
+        """Raise for what the machine would do wrong, unless the options let it pass."""
+        if self.harm is not None and options.quirks() == "refuse":
+            expected = f"a call that the kernels of {self.soc.name} do right"
+            seen = self.harm
+            fail("backend", expected + " (or options.use_options(quirks='pass'))", seen)
 
     def is_empty(self) -> bool:
         """Whether there is nothing to do; CANN's documents exclude empty tensors."""

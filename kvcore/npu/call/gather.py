@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from kvcore._core.plan import Plan
-from kvcore.npu.call.arrays import Argument, dtype_named, element
+from kvcore.npu.call.arrays import Argument
 from kvcore.npu.call.call import Call, Placed, optional, required
 from kvcore.npu.call.memory import Room
 from kvcore.npu.call.tensors import Handles
@@ -24,16 +23,12 @@ class GatherCall(Call):
     function = "aclnnGatherPaKvCache"
     outputs = frozenset({"key", "value"})
 
-    def __init__(self, plan: Plan, arguments: Iterable[Argument | None], soc: SoC) -> None:
+    def __init__(self, plan: Plan, arguments: list[Argument | None], soc: SoC) -> None:
         super().__init__(plan, arguments, soc)
-        cache_mode, self.totals, dtype, value_dtype = plan.params
-        self.cache_mode = cache_mode or "Norm"
-        key_type = dtype_named(dtype)
-        value_type = dtype_named(value_dtype) or key_type
-        for i in (KEY_CACHE, KEY):
-            self.arguments[i] = element(self.arguments[i], key_type)
-        for i in (VALUE_CACHE, VALUE):
-            self.arguments[i] = element(self.arguments[i], value_type)
+        self.cache_mode = self.case.cache_mode
+        self.totals = self.case.totals
+        for lane, kind in zip(self.case.lanes, self.case.dtypes, strict=True):
+            self.take_for(lane, kind)
         self.settle_strides(self._free_axes())
         self.ask_the_table()
 

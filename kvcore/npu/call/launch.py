@@ -20,11 +20,11 @@ from kvcore._core.plan import Plan
 from kvcore.errors import KVCoreError, ParamInvalidError, fail
 from kvcore.npu import options
 from kvcore.npu.call import copies, memory
-from kvcore.npu.call.arrays import Argument, read_all
+from kvcore.npu.call.arrays import Argument, describe, place
 from kvcore.npu.call.call import Call
 from kvcore.npu.call.gather import GatherCall
 from kvcore.npu.call.memory import Keep, Room
-from kvcore.npu.call.owners import Owner, owner_of
+from kvcore.npu.call.owners import owner_of
 from kvcore.npu.call.scatter import KeyScatterCall, ScatterCall
 from kvcore.npu.call.selection import SelectionCall
 from kvcore.npu.call.tensors import Handles
@@ -43,6 +43,10 @@ CALLS: dict[str, type[Call]] = {
     "gather_pa_kv_cache": GatherCall,
     "gather_selection_kv_cache": SelectionCall,
 }
+
+
+#: Sets of host values that a form keeps: as many runs of it may be under way in as many threads.
+MOST_SPARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,60 +80,107 @@ def release(stream: int | None, device_id: int) -> None:
     memory.release(library.current(), device_id, stream)
 
 
+class Form:
+    """What calls of one Spec amount to on this machine: checked once, held by the Spec.
+
+    described: the arguments without their arrays; spare: values that no run uses just now.
+    """
+
+    def __init__(self, plan: Plan, cann: Cann, described: list[Argument | None]) -> None:
+        self.cann = cann
+        self.call = CALLS[plan.operator.name](plan, described, cann.soc())
+        self.described = [one and one.described() for one in self.call.arguments]
+        self.owner = owner_of(plan)
+        self._spare: list[Values] = []
+
+    def take_values(self) -> Values:
+        """Values for one run, to be given back behind it."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return Values(self.call)
+
+    def give_values(self, values: Values) -> None:
+        """Let another run have them."""
+        if len(self._spare) < MOST_SPARE:
+            self._spare.append(values)
+
+
 def prepare(plan: Plan) -> Launch:
     """What plan.run() calls; raises for what this machine cannot be given."""
     cann = library.current()
-    arguments = read_all(plan)
-    placed = [one for one in arguments if one is not None and one.on_device]
-    call = CALLS[plan.operator.name](plan, arguments, cann.soc())
-    strange = next((one for one in placed if (one.key is None) != (placed[0].key is None)), None)
-    return Launch(cann, call, owner_of(placed[0]), strange)
+    form = plan.spec.form
+    known = form is not None and form.cann is cann
+    described = form.described if known else describe(plan)
+    placed = place(described, plan)
+    if not known:
+        form = Form(plan, cann, described)
+        placed = place(form.described, plan)
+        # An argument that the call leaves out belongs to it all the same.
+        plan.spec.form = form
+    if plan.extra is not None:
+        fail("stats", "None on an NPU (its kernels count nothing)", "a dict")
+    if form.call.harm is not None:
+        form.call.refuse_harm()
+    return Launch(form, form.call.bound(placed))
 
 
 class Launch:
-    """One plan's call: queue it, any number of times, one at a time.
+    """One plan's call: queue it, any number of times, one at a time."""
 
-    strange: an argument whose owner has other streams than the first one's, so that a stream must
-    be named.
-    """
-
-    def __init__(
-        self, cann: Cann, call: Call, owner: Owner, strange: Argument | None = None
-    ) -> None:
-        self._cann = cann
+    def __init__(self, form: Form, call: Call) -> None:
+        self._cann = form.cann
+        self._form = form
         self._call = call
-        self._owner = owner
-        self._strange = strange
-        self._values = Values(call)
         # Bound now, so that a CANN without them says so before anything is launched.
-        self._phase_one = getattr(cann, call.function + PHASE_ONE)
-        self._phase_two = getattr(cann, call.function)
+        self._phase_one = getattr(form.cann, call.function + PHASE_ONE)
+        self._phase_two = getattr(form.cann, call.function)
+        first = strange = None
+        for one in call.arguments:
+            if one is not None and one.on_device:
+                first = first or one
+                if (one.key is None) != (first.key is None):
+                    # Its owner has other streams than the first one's: a stream must be named.
+                    strange = strange or one
+        assert first is not None
+        self._strange: Argument | None = strange
+        self._owner = form.owner(first)
 
     def __call__(self) -> Any:
         """Queue it; returns what the operator returns, which the device fills in later."""
         cann, call = self._cann, self._call
         stream, keep = self._where()
-        with cann.on_device(self._owner.device_id):
-            self._values.read_host()
-            with self._owner.room(cann, stream, keep) as room:
-                if keep is None:  # else a queue keeps what its launch uses
-                    for one in call.arguments:
-                        if one is not None and one.on_device:
-                            room.hold(self._owner.keeper(one))
-                result, answer = self._answer(stream)
-                room.hold(result)
-                placed: list[Argument | None] = list(call.arguments)
-                self._place_copies(placed, room, index_only=True)
-                self._check(placed, stream)
-                if call.is_empty():
-                    call.leave_empty(cann, stream)
-                else:
-                    self._place_copies(placed, room, index_only=False)
-                    self._place_uploads(placed, room)
-                    with Handles(cann) as handles:
-                        words = call.phase_one(handles, placed, room, answer)
-                        self._run(words, room, stream)
-            return call.returned() if answer is None else result
+        values = self._form.take_values()
+        try:
+            with cann.on_device(self._owner.device_id):
+                values.read_host(call.arguments)
+                with self._owner.room(cann, stream, keep) as room:
+                    return self._queue(values, room, stream)
+        finally:
+            self._form.give_values(values)
+
+    def _queue(self, values: Values, room: Room, stream: int) -> Any:
+        cann, call = self._cann, self._call
+        if room.keep is None:  # else a queue keeps what its launch uses
+            for one in call.arguments:
+                if one is not None and one.on_device:
+                    room.hold(self._owner.keeper(one))
+        result, answer = self._answer(stream)
+        room.hold(result)
+        placed: list[Argument | None] = list(call.arguments)
+        if call.copied:
+            self._place_copies(placed, values, room, index_only=True)
+        self._check(values, placed, stream)
+        if call.is_empty():
+            call.leave_empty(cann, stream)
+        else:
+            if call.copied:
+                self._place_copies(placed, values, room, index_only=False)
+            self._place_uploads(placed, values, room)
+            with Handles(cann) as handles:
+                words = call.phase_one(handles, placed, room, answer)
+                self._run(words, room, stream)
+        return call.returned() if answer is None else result
 
     def check_values(self) -> None:
         """Raise what the values are refused for, whatever check= says, and queue nothing.
@@ -137,12 +188,16 @@ class Launch:
         Waits for the stream where values are on the device.
         """
         stream, keep = self._where()
-        with self._cann.on_device(self._owner.device_id):
-            self._values.read_host()
-            with self._owner.room(self._cann, stream, keep) as room:
-                placed: list[Argument | None] = list(self._call.arguments)
-                self._place_copies(placed, room, index_only=True)
-                self._check(placed, stream, whole=True)
+        values = self._form.take_values()
+        try:
+            with self._cann.on_device(self._owner.device_id):
+                values.read_host(self._call.arguments)
+                with self._owner.room(self._cann, stream, keep) as room:
+                    placed: list[Argument | None] = list(self._call.arguments)
+                    self._place_copies(placed, values, room, index_only=True)
+                    self._check(values, placed, stream, whole=True)
+        finally:
+            self._form.give_values(values)
 
     def _where(self) -> tuple[int, Keep | None]:
         target = _target.get()
@@ -175,29 +230,32 @@ class Launch:
             self._cann.aclrtMemsetAsync(answer.address, answer.nbytes, 0, answer.nbytes, stream)
         return result, answer
 
-    def _place_copies(self, placed: list[Argument | None], room: Room, index_only: bool) -> None:
+    def _place_copies(
+        self, placed: list[Argument | None], values: Values, room: Room, index_only: bool
+    ) -> None:
         for i in self._call.copied:
             one = self._call.arguments[i]
             assert one is not None
-            if one.on_device and (i in self._values.copies) == index_only:
+            if one.on_device and (i in values.copies) == index_only:
                 address = room.take(f"copy of {one.name}", one.nbytes)
                 copies.gather(self._cann, one, address, room.stream)
                 placed[i] = one.placed(address)
 
-    def _place_uploads(self, placed: list[Argument | None], room: Room) -> None:
-        for i in self._values.on_host():
+    def _place_uploads(self, placed: list[Argument | None], values: Values, room: Room) -> None:
+        for i in values.on_host:
             one = self._call.arguments[i]
             assert one is not None
             if one.name not in self._call.host_values:
-                placed[i] = one.placed(room.put(self._values.copies[i]))
+                placed[i] = one.placed(room.put(values.copies[i]))
 
-    def _check(self, placed: list[Argument | None], stream: int, whole: bool = False) -> None:
+    def _check(
+        self, values: Values, placed: list[Argument | None], stream: int, whole: bool = False
+    ) -> None:
         """Check the values that can be seen; whole: all of them, wherever they are."""
-        values, wanted = self._values, self._call.host_values
+        wanted = self._call.host_values
         if not values.copies:
             return
-        here = values.on_host()
-        complete = len(here) == len(values.copies)
+        complete = len(values.on_host) == len(values.copies)
         if not complete and (whole or wanted or options.check() == "device"):
             values.read_device(self._cann, stream, placed)
             complete = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from kvcore._core.plan import Plan
 from kvcore.dtypes import BY_NAME
 from kvcore.errors import BackendUnavailableError
 from kvcore.npu.call.arrays import Argument
@@ -51,9 +52,11 @@ def _answer(array: Any, rows: int, place: tuple[int, int, int], device_id: int) 
         name="selection_kv_actual_seq",
         shape=(rows,),
         strides=(kind.itemsize,),
+        dense=(kind.itemsize,),
         dtype=kind,
         dtype_name=kind.name,
         itemsize=kind.itemsize,
+        size=rows,
         read_only=False,
         on_device=True,
         address=place[0],
@@ -148,7 +151,12 @@ class TorchRoom(Room):
         super().__exit__(kind, *rest)
 
 
-def owner_of(like: Argument) -> Owner:
-    """The owner of an array on the device."""
-    described = getattr(like.source, "__kvcore_device_array__", None)
-    return TorchOwner(like) if described is None else BufferOwner(like)
+def owner_of(plan: Plan) -> type[Owner]:
+    """The kind of owner of a plan's first array on the device."""
+    on_device = [
+        array
+        for info, array in zip(plan.infos(), plan.arrays, strict=True)
+        if info is not None and info.on_device
+    ]
+    described = getattr(on_device[0], "__kvcore_device_array__", None)
+    return TorchOwner if described is None else BufferOwner

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from kvcore._core.plan import Plan
 from kvcore.errors import fail
-from kvcore.npu.call.arrays import Argument, dtype_named, element
+from kvcore.npu.call.arrays import Argument
 from kvcore.npu.call.call import PLACEHOLDER_BYTES, Call, Placed, optional, required
 from kvcore.npu.call.memory import Room
 from kvcore.npu.call.tensors import Handles
@@ -30,26 +29,20 @@ class ScatterCall(Call):
     function = "aclnnScatterPaKvCache"
     outputs = frozenset({"key_cache", "value_cache"})
 
-    def __init__(self, plan: Plan, arguments: Iterable[Argument | None], soc: SoC) -> None:
+    def __init__(self, plan: Plan, arguments: list[Argument | None], soc: SoC) -> None:
         super().__init__(plan, arguments, soc)
-        cache_mode, scatter_mode, strides, offsets, dtype, value_dtype = plan.params
-        self.cache_mode = cache_mode or "Norm"
+        case = self.case
+        self.cache_mode = case.cache_mode
         # Under PA_NZ a scatter mode means nothing, and CANN's tiling wants none.
-        self.scatter_mode = (scatter_mode or "None") if self.cache_mode == "Norm" else "None"
-        # A2's and A3's tiling reads both arrays in Nct, so that the defaults are passed too.
-        self.strides = (1, 1) if strides is None else strides
-        self.offsets = (0, 0) if offsets is None else offsets
-        key_type = dtype_named(dtype)
-        value_type = dtype_named(value_dtype) or key_type
-        for i in (KEY, KEY_CACHE):
-            self.arguments[i] = element(self.arguments[i], key_type)
-        for i in (VALUE, VALUE_CACHE):
-            self.arguments[i] = element(self.arguments[i], value_type)
-        value = self.arguments[VALUE]
-        self.key_only = value is None or not value.shape
+        self.scatter_mode = case.scatter_mode if case.cache_mode == "Norm" else "None"
+        self.counts = self.scatter_mode == "Nct"
+        self.key_only = case.key_only
+        self.four_d = case.number == 3
+        self.take_for((KEY, KEY_CACHE), case.dtype)
         if self.key_only:
             self.arguments[VALUE] = self.arguments[VALUE_CACHE] = None
-        self.four_d = len(self.argument("key").shape) == 4
+        else:
+            self.take_for((VALUE, VALUE_CACHE), case.value_dtype)
         self.settle_strides(self._free_axes())
         self.ask_the_table()
         self.prepare()
@@ -69,7 +62,7 @@ class ScatterCall(Call):
 
     def counts_itself(self, argument: Argument) -> bool:
         """Nct's sources: tokens are counted in elements from the first one of the view."""
-        return self.scatter_mode == "Nct" and argument.name in ("key", "value")
+        return self.counts and argument.name in ("key", "value")
 
     def prepare(self) -> None:
         """What follows from the arguments once they are accepted."""
@@ -77,7 +70,7 @@ class ScatterCall(Call):
         sizes = [one.size for one in sources if one is not None]
         if 0 in sizes and any(sizes):
             fail("key", "tokens with bytes in both key and value, or in none, on an NPU", sizes)
-        if self.scatter_mode == "Nct":
+        if self.counts:
             self.arguments[KEY] = self._rows(KEY, KEY_CACHE)
             if not self.key_only:
                 self.arguments[VALUE] = self._rows(VALUE, VALUE_CACHE)
@@ -92,15 +85,21 @@ class ScatterCall(Call):
         shape = (tokens, *pages.shape[-2:])
         if source in self.copied:
             fail(flat.name, "device memory with Nct", "host memory")
-        found = flat.seen_as(shape, dense_strides(shape, flat.itemsize))
-        room = found.base + found.storage_bytes - found.address
-        if found.nbytes > room:
-            fail(
-                flat.name,
-                f"a storage that holds [T, H, D] = {list(shape)} from its first element on",
-                f"{room} bytes",
-            )
-        return found
+        return flat.seen_as(shape, dense_strides(shape, flat.itemsize))
+
+    def check_room(self, arguments: list[Argument | None]) -> None:
+        """In Nct the storage must hold the rows that CANN is told of."""
+        for found in (arguments[KEY], arguments[VALUE]):
+            if found is None:
+                continue
+            room = found.base + found.storage_bytes - found.address
+            if found.nbytes > room:
+                shape = list(found.shape)
+                fail(
+                    found.name,
+                    f"a storage that holds [T, H, D] = {shape} from its first element on",
+                    f"{room} bytes",
+                )
 
     def _lens(self, placed: Placed) -> Argument | None:
         """CANN's table has [B, H] in scenario 3, where kvcore takes it flat too."""
@@ -127,7 +126,7 @@ class ScatterCall(Call):
         else:
             value = handles.tensor(required(placed, VALUE))
             value_cache = handles.tensor(required(placed, VALUE_CACHE))
-        nct = self.scatter_mode == "Nct"
+        nct = self.counts
         return [
             handles.tensor(key),
             handles.tensor(required(placed, KEY_CACHE)),
@@ -139,8 +138,8 @@ class ScatterCall(Call):
             optional(handles, placed[SEQ_LENS]),
             self.cache_mode.encode(),
             self.scatter_mode.encode(),
-            handles.integers(self.strides) if nct else None,
-            handles.integers(self.offsets) if nct else None,
+            handles.integers(self.case.strides) if nct else None,
+            handles.integers(self.case.offsets) if nct else None,
         ]
 
 

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from kvcore._core.plan import Plan
 from kvcore.errors import fail
-from kvcore.npu.call.arrays import Argument, dtype_named, element
+from kvcore.npu.call.arrays import Argument
 from kvcore.npu.call.call import PLACEHOLDER_BYTES, Call, Placed, required
 from kvcore.npu.call.memory import Room
 from kvcore.npu.call.tensors import Handles
@@ -36,20 +35,15 @@ class SelectionCall(Call):
         }
     )
 
-    def __init__(self, plan: Plan, arguments: Iterable[Argument | None], soc: SoC) -> None:
+    def __init__(self, plan: Plan, arguments: list[Argument | None], soc: SoC) -> None:
         super().__init__(plan, arguments, soc)
-        self.block, cumulative, dtype = plan.params
-        if cumulative:
+        self.block = self.case.block
+        if self.case.cumulative:
             fail("q_lens_cumulative", "False on an NPU (pass lengths)", True)
-        if plan.extra is not None:
-            fail("stats", "None on an NPU (its kernels count nothing)", "a dict")
-        kind = dtype_named(dtype)
-        for i in (ROPE, CACHE, FULL_ROPE, FULL_CACHE):
-            self.arguments[i] = element(self.arguments[i], kind)
-        rope = self.arguments[ROPE]
-        self.without_rope = rope is None or rope.size == 0
+        self.without_rope = self.case.infos[ROPE] is None
         if self.without_rope:
             self.arguments[ROPE] = self.arguments[FULL_ROPE] = None
+        self.take_for((ROPE, CACHE, FULL_ROPE, FULL_CACHE), self.case.dtype)
         self.settle_strides({})
         self.ask_the_table()
 

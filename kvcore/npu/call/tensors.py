@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from kvcore.dtypes import DType
-from kvcore.errors import KVCoreError, fail
-from kvcore.npu.call.arrays import Argument
+from kvcore.errors import KVCoreError
+from kvcore.npu.call.arrays import Argument, dims_of
 from kvcore.npu.cann.constants import ACL_FORMAT_ND, ACL_SUCCESS
 from kvcore.npu.cann.library import Cann
-from kvcore.strides import dense_strides
 
 __all__ = ["Handles"]
 
@@ -49,9 +48,11 @@ class Handles:
 
     def tensor(self, argument: Argument) -> int:
         """The aclTensor of an array on the device."""
-        if argument.described is None:
-            argument.described = _describe(argument)
-        return self._tensor(*argument.described)
+        kind, shape, strides, scale = argument.dims or dims_of(argument)
+        item = argument.itemsize
+        offset = (argument.address - argument.base) // item * scale if argument.size else 0
+        storage = [argument.storage_bytes // item * scale]
+        return self._tensor(kind, shape, strides, offset, storage, argument.base)
 
     def scalar(self, kind: DType, address: int) -> int:
         """A 0-dim tensor: how a kernel is told that there is no value."""
@@ -97,30 +98,6 @@ class Handles:
             raise _refused(self._cann, "aclCreateTensor", "NULL")
         self._made.append(("aclDestroyTensor", handle))
         return int(handle)
-
-
-def _describe(argument: Argument) -> tuple[DType, list[int], list[int], int, list[int], int]:
-    """Type, dims, strides, offset, storage dims and address, as aclCreateTensor counts."""
-    kind = argument.element
-    if kind is None or kind.acl is None:
-        fail(argument.name, "a dtype that ACL has", argument.dtype_name)
-    scale = 2 if kind.packed else 1
-    item = argument.itemsize
-    shape = list(argument.shape)
-    # Those of an axis of one mean nothing here, and may be anything; CANN looks at them.
-    dense = dense_strides(shape, item)
-    strides = [
-        (stride if n > 1 else step) // item * scale
-        for n, stride, step in zip(shape, argument.strides, dense, strict=True)
-    ]
-    if kind.packed and shape:
-        shape[-1] *= scale
-        strides[-1] = 1
-    offset = (argument.address - argument.base) // item * scale
-    storage = argument.storage_bytes // item * scale
-    if argument.size == 0:
-        offset = 0
-    return kind, shape, strides, offset, [storage], argument.base
 
 
 def _refused(cann: Cann, function: str, seen: str) -> KVCoreError:

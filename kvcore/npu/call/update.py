@@ -13,15 +13,13 @@ there they cost nothing; from the device they are copied back, and the call wait
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvcore._core.plan import Plan
 from kvcore.dtypes import BY_NAME
-from kvcore.npu.call.arrays import Argument, dtype_named, element
+from kvcore.npu.call.arrays import Argument
 from kvcore.npu.call.call import PLACEHOLDER_BYTES, Call, Placed, required
 from kvcore.npu.call.memory import Room
 from kvcore.npu.call.tensors import Handles
@@ -40,11 +38,10 @@ class UpdateCall(Call):
     outputs = frozenset({"past"})
     host_values = ("layer_id", "token_offset", "seq_len")
 
-    def __init__(self, plan: Plan, arguments: Iterable[Argument | None], soc: SoC) -> None:
+    def __init__(self, plan: Plan, arguments: list[Argument | None], soc: SoC) -> None:
         super().__init__(plan, arguments, soc)
-        self.layer, dtype = plan.params
-        for i in (NEW_KV, PAST):
-            self.arguments[i] = element(self.arguments[i], dtype_named(dtype))
+        self.layer = self.case.layer
+        self.take_for((NEW_KV, PAST), self.case.dtype)
         # The slice of a layer must be contiguous; the layers may lie apart.
         self.settle_strides({"past": 1})
         self.ask_the_table()
@@ -86,7 +83,7 @@ class UpdateCall(Call):
         key_shape = (new.size // hidden, 1, hidden)
         key = new.seen_as(key_shape, dense_strides(key_shape, item))
         kind = BY_NAME[self.slots.dtype.name]
-        like = replace(new, name="slots", itemsize=kind.itemsize, element=kind)
+        like = new._replace(name="slots", itemsize=kind.itemsize, element=kind)
         shape = self.slots.shape
         slots = like.seen_as(shape, self.slots.strides).placed(room.put(self.slots))
         place = room.take("no value", PLACEHOLDER_BYTES)

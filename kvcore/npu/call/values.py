@@ -10,14 +10,12 @@ same copy goes to the device.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcore._core import adopt, portability
-from kvcore._core.plan import Plan
 from kvcore.npu import options
 from kvcore.npu.call import copies
 from kvcore.npu.call.arrays import Argument
@@ -30,44 +28,35 @@ __all__ = ["Values"]
 DEVICE_INDEX = frozenset({"selection_kv_block_table", "selection_kv_block_status"})
 
 
-class _Checker:
-    """The backend of a plan that is never run: its index arrays are on the host."""
-
-    name = "checker"
-    spaces = frozenset({"host", "device"})
-    uploads = INDEX_ARGUMENTS | DEVICE_INDEX
-
-    def why_not(self, plan: Plan | None = None) -> str | None:
-        """None: it does nothing."""
-        return None
-
-    def prepare(self, plan: Plan) -> Callable[[], Any]:
-        """Nothing."""
-        return lambda: None
-
-
 class Values:
-    """Host copies of a call's index arrays."""
+    """Host copies of a call's index arrays, for one run at a time; the call is any of its form's.
+
+    copies: by the argument's position.  on_host: those that the caller has on the host.
+    """
 
     def __init__(self, call: Call) -> None:
-        self._call = call
-        self._shadow: Plan | None = None
+        self._names: dict[int, str] = {}
         self.copies: dict[int, NDArray[Any]] = {}
+        self.on_host: list[int] = []
         for i, one in enumerate(call.arguments):
             if one is not None and one.name in INDEX_ARGUMENTS | DEVICE_INDEX:
+                self._names[i] = one.name
                 self.copies[i] = np.empty(one.shape, f"i{one.itemsize}")
+                if not one.on_device:
+                    self.on_host.append(i)
+        # The rules about values need no other array.
+        arrays = tuple([self.copies.get(i) for i in range(len(call.arguments))])
+        self._shadow = call.operator.plan_of_values(call.spec, arrays, call.params)
 
-    def on_host(self) -> list[int]:
-        """Index arrays that the caller has on the host."""
-        arguments = self._call.arguments
-        return [i for i in self.copies if not _of(arguments[i]).on_device]
-
-    def read_host(self) -> None:
+    def read_host(self, arguments: list[Argument | None]) -> None:
         """Take the values that are on the host now."""
-        for i in self.on_host():
-            one = _of(self._call.arguments[i])
-            raw = adopt.as_raw(one.source, one.name)
-            self.copies[i][...] = raw.view(f"i{raw.itemsize}").reshape(one.shape)
+        for i in self.on_host:
+            one, target = _of(arguments[i]), self.copies[i]
+            if type(one.source) is np.ndarray and one.source.dtype == target.dtype:
+                target[...] = one.source
+            else:
+                raw = adopt.as_raw(one.source, one.name)
+                target[...] = raw.view(target.dtype).reshape(one.shape)
 
     def read_device(
         self, cann: Cann, stream: int, arguments: list[Argument | None], names: Any = None
@@ -79,7 +68,7 @@ class Values:
         cann.aclrtSynchronizeStream(stream)
         for i, target in self.copies.items():
             one = _of(arguments[i])
-            if not _of(self._call.arguments[i]).on_device or target.nbytes == 0:
+            if i in self.on_host or target.nbytes == 0:
                 continue
             if names is None or one.name in names:
                 if one.host_address is None:
@@ -89,17 +78,15 @@ class Values:
 
     def check(self) -> None:
         """Raise the operator's errors about values, and for values this machine gets wrong."""
-        if self._shadow is None:
-            call = self._call
-            arrays = tuple([self.copies.get(i, array) for i, array in enumerate(call.arrays)])
-            with portability.instead("silence"):
-                self._shadow = call.operator.plan(arrays, call.params, call.soc, _Checker())
-        with portability.instead("refuse" if options.quirks() == "refuse" else "silence"):
-            self._shadow.check_values()
+        portability.within(_instead, self._shadow.check_values)
 
     def by_name(self) -> dict[str, NDArray[Any]]:
         """The copies by argument."""
-        return {_of(self._call.arguments[i]).name: array for i, array in self.copies.items()}
+        return {self._names[i]: array for i, array in self.copies.items()}
+
+
+def _instead() -> Literal["refuse", "silence"]:
+    return "refuse" if options.quirks() == "refuse" else "silence"
 
 
 def _of(argument: Argument | None) -> Argument:

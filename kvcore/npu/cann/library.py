@@ -183,7 +183,8 @@ class Cann:
                 argument="fn",
                 expected="a host function that does nothing on an NPU",
             )
-        self.refuse_a_fork()
+        if self.pid != os.getpid():
+            self.refuse_a_fork()
 
     def refuse_a_fork(self) -> None:
         """Raise in a child of the process that CANN was started in."""
@@ -355,9 +356,10 @@ def _looked(search: Search) -> str:
     return looked + (f"; {' and '.join(unset)} not set" if unset else "")
 
 
-def is_proven() -> bool:
-    """Whether why_not() has found nothing amiss in this process before."""
-    return _proven is not None and _proven is _cann and _proven.pid == os.getpid()
+def proven() -> Cann | None:
+    """The CANN of which why_not() has found nothing amiss in this process before; None: none."""
+    found = _proven
+    return found if found is not None and found is _cann and found.pid == os.getpid() else None
 
 
 def why_not() -> str | None:
