@@ -21,6 +21,10 @@ def pack_float4(x: Any) -> NDArray[np.uint8]:
 
     x: a float4 array of ml_dtypes or en_dtypes (float4_e2m1fn, ...), or uint8 codes 0..15.
     Element 2i goes to the low nibble of byte i, element 2i + 1 to the high one.
+
+    >>> import numpy as np, kvcore
+    >>> kvcore.pack_float4(np.array([1, 2, 3, 15], np.uint8)).tolist()  # 2 * 16 + 1, 15 * 16 + 3
+    [33, 243]
     """
     array = _host_array(x)
     if array.dtype != np.uint8 and not _is_float4(array.dtype):
@@ -42,6 +46,10 @@ def unpack_float4(x: Any, dtype: Any = None) -> NDArray[Any]:
 
     dtype: a one-byte float4 dtype (ml_dtypes.float4_e2m1fn) to view the result as; None leaves
     uint8 codes.
+
+    >>> import numpy as np, kvcore
+    >>> kvcore.unpack_float4(np.array([33, 243], np.uint8)).tolist()
+    [1, 2, 3, 15]
     """
     array = _host_array(x)
     if array.dtype != np.uint8:

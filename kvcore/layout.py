@@ -50,6 +50,13 @@ def nd_to_nz(x: Array, out: Array = None) -> Array:
 
     out: written in place and returned when given; same dtype, no byte shared with x.
     Raises ParamInvalidError when C is no multiple of c0.
+
+    >>> import numpy as np
+    >>> from kvcore import layout
+    >>> x = np.arange(96, dtype=np.float16).reshape(3, 32)  # c0 = 32 bytes / 2 = 16
+    >>> nz = layout.nd_to_nz(x)
+    >>> nz.shape, bool((nz[1, 2] == x[2, 16:]).all())  # column 1 of row 2
+    ((2, 3, 16), True)
     """
     info = _open(x, "x", 2, "[..., rows, C]")
     *lead, rows, width = info.shape
@@ -62,7 +69,14 @@ def nd_to_nz(x: Array, out: Array = None) -> Array:
 
 
 def nz_to_nd(x: Array, out: Array = None) -> Array:
-    """[..., C // c0, rows, c0] to [..., rows, C]; the inverse of nd_to_nz."""
+    """[..., C // c0, rows, c0] to [..., rows, C]; the inverse of nd_to_nz.
+
+    >>> import numpy as np
+    >>> from kvcore import layout
+    >>> x = np.arange(96, dtype=np.int8).reshape(1, 3, 32)  # c0 = 32 bytes / 1 = 32
+    >>> layout.nz_to_nd(x).shape, bool((layout.nd_to_nz(layout.nz_to_nd(x)) == x).all())
+    ((3, 32), True)
+    """
     info = _open(x, "x", 3, "[..., C // c0, rows, c0]")
     *lead, columns, rows, cell = info.shape
     if cell != _c0(info):
@@ -77,6 +91,12 @@ def paged_nd_to_nz(cache: Array, five: bool = False, out: Array = None) -> Array
     [nb, H, D // c0, bs, c0].
 
     Raises ParamInvalidError when H*D (with ``five``: D) is no multiple of c0.
+
+    >>> import numpy as np
+    >>> from kvcore import layout
+    >>> cache = np.zeros((4, 128, 8, 64), np.float16)  # c0 = 16: 8 * 64 / 16 = 32, 64 / 16 = 4
+    >>> layout.paged_nd_to_nz(cache).shape, layout.paged_nd_to_nz(cache, five=True).shape
+    ((4, 32, 128, 16), (4, 8, 4, 128, 16))
     """
     if not isinstance(five, bool):
         fail("five", "True or False", shown(five))
@@ -101,7 +121,14 @@ def paged_nd_to_nz(cache: Array, five: bool = False, out: Array = None) -> Array
 
 
 def paged_nz_to_nd(cache: Array, num_heads: int | None = None, out: Array = None) -> Array:
-    """A PA_NZ cache back to [nb, bs, H, D]; num_heads is required for the 4-D form."""
+    """A PA_NZ cache back to [nb, bs, H, D]; num_heads is required for the 4-D form.
+
+    >>> import numpy as np
+    >>> from kvcore import layout
+    >>> cache = np.zeros((4, 32, 128, 16), np.float16)  # 32 * 16 = 8 heads of 64
+    >>> layout.paged_nz_to_nd(cache, num_heads=8).shape
+    (4, 128, 8, 64)
+    """
     info = _open(cache, "cache", 4, "[nb, H*D // c0, bs, c0] or [nb, H, D // c0, bs, c0]", 5)
     c0 = _c0(info)
     blocks, block_size, cell = info.shape[0], info.shape[-2], info.shape[-1]

@@ -414,7 +414,7 @@ cdef class AppendSpec(PagedSpec):
                 raise self.words("token_offset", b, offsets[b], lengths[b])
             if offsets[b] > self.max_seq:
                 raise self.words("max_seq", b, offsets[b], self.max_seq)
-            self.words_for_soc(b, offsets[b], lengths[b])
+            self.check_for_soc(b, offsets[b], lengths[b])
         if total != self.num_tokens:
             raise self.words("sum", self.batch, -1, total)
         total = 0
@@ -425,7 +425,7 @@ cdef class AppendSpec(PagedSpec):
                 total += 1
         return 0
 
-    cdef int words_for_soc(self, int64_t b, int64_t offset, int64_t length) except -1:
+    cdef int check_for_soc(self, int64_t b, int64_t offset, int64_t length) except -1:
         if self.soc is not None:
             if length == 0:
                 raise self.words("soc seq_len", b, length, 0)

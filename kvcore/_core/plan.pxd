@@ -68,7 +68,9 @@ cdef class Plan:
     cdef object changed(self, int i)
     cdef int enter(self) except -1
     cdef object at_once(self)
-    cdef object borrow(self, bint execute)
+    cdef int occupy(self) except -1
+    cdef int look(self, int state) except -1
+    cdef tuple named_accesses(self, bint exact)
 
 cdef class Operator:
     cdef readonly str name

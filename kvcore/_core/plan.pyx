@@ -40,6 +40,7 @@ import numpy
 
 from kvcore import isa as _isa, soc as _soc, threads as _threads
 from kvcore._core import overlap, portability, reach as _reach, settings
+from kvcore._core.request import Request
 from kvcore._core.arrays cimport (
     ON_DEVICE,
     OPAQUE,
@@ -408,41 +409,52 @@ cdef class Plan:
         What the backend prepared does so itself where it has a check_values(), as for arrays that
         the host cannot read.
         """
-        self.borrow(False)
-
-    def run_on_cpu(self):
-        """Run this library's own kernels whatever the backend; for backends to call.
-
-        Raises BackendUnavailableError for arrays on a device.
-        """
-        return self.borrow(True)
-
-    cdef object borrow(self, bint execute):
-        cdef int i, state = LENT if self.enter() else IDLE
-        if execute and self.backend is not None:
-            for i in range(self.operator.n_arrays):
-                if self.views[i].rank >= 0 and self.views[i].flags & ON_DEVICE:
-                    raise BackendUnavailableError(
-                        "backend 'cpu' cannot reach device memory", argument="backend", seen="cpu"
-                    )
-        self.state = BUSY
+        cdef int state = self.occupy()
         try:
             check = None
-            if not execute and state == IDLE:
+            if state == IDLE:
                 check = getattr(self.prepared, "check_values", None)
-            if self.spec.prepares or self.spec.most >= parallel_threshold():
-                self.prepare()
-            self.last = None
-            # A run that lent the plan has verified the arrays; the backend's own code ran since.
-            self.verify(state == IDLE)
-            if execute:
-                return self.spec.execute(self)
+            self.look(state)
             if check is None:
                 self.spec.check_values(self)
             else:
                 check()
         finally:
             self.state = state
+
+    def run_on_cpu(self):
+        """Run this library's own kernels whatever the backend; for backends to call.
+
+        Raises BackendUnavailableError for arrays on a device.
+        """
+        cdef int i, state = self.occupy()
+        try:
+            if self.backend is not None:
+                for i in range(self.operator.n_arrays):
+                    if self.views[i].rank >= 0 and self.views[i].flags & ON_DEVICE:
+                        raise BackendUnavailableError(
+                            "backend 'cpu' cannot reach device memory",
+                            argument="backend", seen="cpu",
+                        )
+            self.look(state)
+            return self.spec.execute(self)
+        finally:
+            self.state = state
+
+    cdef int occupy(self) except -1:
+        """Take the plan, from its backend where a run lent it; the state to go back to."""
+        cdef int state = LENT if self.enter() else IDLE
+        self.state = BUSY
+        return state
+
+    cdef int look(self, int state) except -1:
+        """Prepare a run and look at the arrays."""
+        if self.spec.prepares or self.spec.most >= parallel_threshold():
+            self.prepare()
+        self.last = None
+        # A run that lent the plan has verified the arrays; the backend's own code ran since.
+        self.verify(state == IDLE)
+        return 0
 
     def infos(self):
         """ArrayInfo of each argument, None for those not given."""
@@ -510,10 +522,27 @@ cdef class Plan:
 
     def touched(self):
         """(reads, writes) of the last run, exact to the row; before a run, (reads, writes)."""
-        found = self.spec.accesses(self) if self.last is not None else None
+        return self.named_accesses(self.last is not None)
+
+    def touches(self):
+        """(reads, writes) of a run that were made now, exact to the row where the operator knows
+        them from the contents.
+
+        Checks the contents as run() does, and moves nothing.
+        """
+        self.check_values()
+        return self.named_accesses(True)
+
+    cdef tuple named_accesses(self, bint exact):
+        found = self.spec.accesses(self) if exact else None
         if found is None:
             return self.reads, self.writes
         return named(self, found[0]), named(self, found[1])
+
+    @property
+    def request(self):
+        """What was asked for: a Request of operator, arrays, params and extra."""
+        return Request(self.operator, self.arrays, self.params, self.extra)
 
     def extent(self, int i):
         """(first, one past the last) byte address of argument i, or None."""

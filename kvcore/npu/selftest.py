@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvcore.errors import KVCoreError
 from kvcore.npu.call.device_arrays import DeviceArray
 from kvcore.npu.cann import library, report
-from kvcore.npu.selftest_cases import Case, cases_of
+from kvcore.npu.selftest_cases import SelftestCase, cases_of
 
 __all__ = ["main"]
 
@@ -83,7 +83,7 @@ def _lines(facts: Mapping[str, Any], indent: str = "  ") -> list[str]:
     return found
 
 
-def _verdict(case: Case, device_id: int) -> tuple[str, str]:
+def _verdict(case: SelftestCase, device_id: int) -> tuple[str, str]:
     try:
         return _compare(case, *_run(case, device_id))
     except KVCoreError as error:
@@ -91,7 +91,7 @@ def _verdict(case: Case, device_id: int) -> tuple[str, str]:
         return ("MISSING" if missing else "FAIL"), f": {type(error).__name__}: {error}"
 
 
-def _run(case: Case, device_id: int) -> tuple[dict[str, Any], dict[str, Any], Any, Any]:
+def _run(case: SelftestCase, device_id: int) -> tuple[dict[str, Any], dict[str, Any], Any, Any]:
     operator = getattr(_package(), case.operator)
     wanted = _copied(case.arrays)
     returned = operator(**wanted, **case.options)
@@ -138,7 +138,7 @@ def _placed(array: NDArray[Any], made: dict[int, DeviceArray], device_id: int) -
 
 
 def _compare(
-    case: Case, wanted: dict[str, Any], seen: dict[str, Any], returned: Any, lengths: Any
+    case: SelftestCase, wanted: dict[str, Any], seen: dict[str, Any], returned: Any, lengths: Any
 ) -> tuple[str, str]:
     if case.operator == "gather_selection_kv_cache":
         return _compare_selection(case, wanted, seen, returned, lengths)
@@ -156,7 +156,7 @@ def _compare(
 
 
 def _compare_selection(
-    case: Case, wanted: dict[str, Any], seen: dict[str, Any], returned: Any, lengths: Any
+    case: SelftestCase, wanted: dict[str, Any], seen: dict[str, Any], returned: Any, lengths: Any
 ) -> tuple[str, str]:
     """A row's blocks may lie in another order: ids are compared as sets, data by the ids."""
     if not np.array_equal(lengths, returned):

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from kvcore.soc import SoC
 
-__all__ = ["Case", "cases_of"]
+__all__ = ["SelftestCase", "cases_of"]
 
 Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass
-class Case:
+class SelftestCase:
     """One call: arrays by argument, other arguments, and which arrays it writes.
 
     proves: what a pass says beyond the result, where only hardware can say it.
@@ -34,7 +34,7 @@ class Case:
     proves: str = ""
 
 
-def cases_of(soc: str) -> Iterator[Case]:
+def cases_of(soc: str) -> Iterator[SelftestCase]:
     """Every case that a SoC has."""
     random = np.random.default_rng(20)
     machine = SoC(soc).profile
@@ -93,7 +93,7 @@ def _pair(
 BOTH = ("key_cache", "value_cache")
 
 
-def _norm(name: str, random: np.random.Generator, kind: Any, dk: int, dv: int) -> Case:
+def _norm(name: str, random: np.random.Generator, kind: Any, dk: int, dv: int) -> SelftestCase:
     arrays: Arrays = {
         "key": _values(random, (9, 2, dk), kind),
         "value": _values(random, (9, 2, dv), kind),
@@ -102,10 +102,10 @@ def _norm(name: str, random: np.random.Generator, kind: Any, dk: int, dv: int) -
         "slot_mapping": _slots(random, 9, 64),
     }
     proves = "a negative slot is skipped"
-    return Case(name, "scatter_pa_kv_cache", arrays, BOTH, proves=proves)
+    return SelftestCase(name, "scatter_pa_kv_cache", arrays, BOTH, proves=proves)
 
 
-def _slab(random: np.random.Generator) -> Case:
+def _slab(random: np.random.Generator) -> SelftestCase:
     slab = _values(random, (4, 2, 16, 2, 64), np.float16)
     arrays: Arrays = {
         "key": _values(random, (9, 2, 64), np.float16),
@@ -114,7 +114,7 @@ def _slab(random: np.random.Generator) -> Case:
         "value_cache": slab[:, 1],
         "slot_mapping": _slots(random, 9, 64),
     }
-    return Case(
+    return SelftestCase(
         "ScatterPaKvCache, Norm, caches are halves of one slab",
         "scatter_pa_kv_cache",
         arrays,
@@ -123,7 +123,7 @@ def _slab(random: np.random.Generator) -> Case:
     )
 
 
-def _fused(random: np.random.Generator) -> Case:
+def _fused(random: np.random.Generator) -> SelftestCase:
     fused = _values(random, (9, 4, 2, 64), np.float16)
     arrays: Arrays = {
         "key": fused[:, 1],
@@ -133,10 +133,10 @@ def _fused(random: np.random.Generator) -> Case:
         "slot_mapping": _slots(random, 9, 64),
     }
     name = "ScatterPaKvCache, Norm, key and value are slices of a fused tensor"
-    return Case(name, "scatter_pa_kv_cache", arrays, BOTH)
+    return SelftestCase(name, "scatter_pa_kv_cache", arrays, BOTH)
 
 
-def _nz(random: np.random.Generator) -> Case:
+def _nz(random: np.random.Generator) -> SelftestCase:
     arrays: Arrays = {
         "key": _values(random, (9, 2, 64), np.int8),
         "value": _values(random, (9, 2, 64), np.float16),
@@ -145,10 +145,10 @@ def _nz(random: np.random.Generator) -> Case:
         "slot_mapping": _slots(random, 9, 64),
     }
     name = "ScatterPaKvCache, PA_NZ, int8 key and float16 value"
-    return Case(name, "scatter_pa_kv_cache", arrays, BOTH, {"cache_mode": "PA_NZ"})
+    return SelftestCase(name, "scatter_pa_kv_cache", arrays, BOTH, {"cache_mode": "PA_NZ"})
 
 
-def _nct(random: np.random.Generator) -> Case:
+def _nct(random: np.random.Generator) -> SelftestCase:
     arrays: Arrays = {
         "key": _values(random, (9, 2, 64), np.float16),
         "value": _values(random, (9, 2, 64), np.float16),
@@ -159,26 +159,26 @@ def _nct(random: np.random.Generator) -> Case:
     # Tokens that overlap, so that they fit the memory of an array [T, H, D] and the 950's tiling,
     # which wants T * stride + offset <= (T-1) * H * D.
     options = {"scatter_mode": "Nct", "strides": (96, 96), "offsets": (0, 128)}
-    return Case("ScatterPaKvCache, Nct", "scatter_pa_kv_cache", arrays, BOTH, options)
+    return SelftestCase("ScatterPaKvCache, Nct", "scatter_pa_kv_cache", arrays, BOTH, options)
 
 
-def _key_only(random: np.random.Generator, operator: str, proves: str) -> Case:
+def _key_only(random: np.random.Generator, operator: str, proves: str) -> SelftestCase:
     arrays: Arrays = {
         "key": _values(random, (9, 2, 64), np.float16),
         "key_cache": _values(random, (4, 16, 2, 64), np.float16),
         "slot_mapping": _slots(random, 9, 64),
     }
-    return Case(f"key only ({operator})", operator, arrays, ("key_cache",), proves=proves)
+    return SelftestCase(f"key only ({operator})", operator, arrays, ("key_cache",), proves=proves)
 
 
-def _nhsd(random: np.random.Generator) -> Case:
+def _nhsd(random: np.random.Generator) -> SelftestCase:
     arrays = _pair(random, (9, 2, 64), lambda d: (4, 2, 16, d), np.float16)
     arrays["slot_mapping"] = np.random.default_rng(3).permutation(64)[:9].astype(np.int32)
     options = {"scatter_mode": "NHSD"}
-    return Case("ScatterPaKvCache, NHSD", "scatter_pa_kv_cache", arrays, BOTH, options)
+    return SelftestCase("ScatterPaKvCache, NHSD", "scatter_pa_kv_cache", arrays, BOTH, options)
 
 
-def _windows(random: np.random.Generator, mode: str) -> Case:
+def _windows(random: np.random.Generator, mode: str) -> SelftestCase:
     arrays = _pair(random, (12, 2, 64), lambda d: (8, 16, 1, d), np.float16)
     arrays |= {
         "slot_mapping": np.array([0, 32, 64, 96], np.int32),
@@ -188,10 +188,10 @@ def _windows(random: np.random.Generator, mode: str) -> Case:
     if mode != "Alibi":
         arrays["compress_seq_offset"] = np.array([1, 2, 0, 3], np.int32)
     name = f"ScatterPaKvCache, {mode}, 3-D key"
-    return Case(name, "scatter_pa_kv_cache", arrays, BOTH, {"scatter_mode": mode})
+    return SelftestCase(name, "scatter_pa_kv_cache", arrays, BOTH, {"scatter_mode": mode})
 
 
-def _padded_windows(random: np.random.Generator, mode: str) -> Case:
+def _padded_windows(random: np.random.Generator, mode: str) -> SelftestCase:
     arrays = _pair(random, (2, 7, 2, 64), lambda d: (8, 16, 1, d), np.float16)
     arrays |= {
         "slot_mapping": np.array([[0, 32], [64, 96]], np.int32),
@@ -202,17 +202,17 @@ def _padded_windows(random: np.random.Generator, mode: str) -> Case:
         arrays["compress_seq_offset"] = np.array([1, 2, 0, 3], np.int32)
     name = f"ScatterPaKvCache, {mode}, 4-D key"
     proves = "the tail behind a window starts where it should" if mode != "Alibi" else ""
-    return Case(name, "scatter_pa_kv_cache", arrays, BOTH, proves=proves)
+    return SelftestCase(name, "scatter_pa_kv_cache", arrays, BOTH, proves=proves)
 
 
-def _update(random: np.random.Generator) -> Case:
+def _update(random: np.random.Generator) -> SelftestCase:
     arrays: Arrays = {
         "new_kv": _values(random, (5, 64), np.float16),
         "past": _values(random, (3, 2, 16, 64), np.float16),
         "token_offset": np.array([4, 9], np.int32),
         "seq_len": np.array([2, 3], np.int32),
     }
-    return Case(
+    return SelftestCase(
         "KVCacheOperation through ScatterPaKvCache",
         "kv_cache_update",
         arrays,
@@ -222,7 +222,7 @@ def _update(random: np.random.Generator) -> Case:
     )
 
 
-def _gather(random: np.random.Generator, mode: str) -> Case:
+def _gather(random: np.random.Generator, mode: str) -> SelftestCase:
     nz = mode == "PA_NZ"
     cache = (6, 8, 16, 16) if nz else (6, 16, 2, 64)
     out = (25, 128) if nz else (25, 2, 64)
@@ -235,10 +235,10 @@ def _gather(random: np.random.Generator, mode: str) -> Case:
         "value": np.zeros(out, np.float16),
     }
     name = f"GatherPaKvCache, {mode}"
-    return Case(name, "gather_pa_kv_cache", arrays, ("key", "value"), {"cache_mode": mode})
+    return SelftestCase(name, "gather_pa_kv_cache", arrays, ("key", "value"), {"cache_mode": mode})
 
 
-def _selection(random: np.random.Generator, topk: int, block: int, steps: int) -> Case:
+def _selection(random: np.random.Generator, topk: int, block: int, steps: int) -> SelftestCase:
     batch, page, full_blocks = 2, 64, 24
     rows, columns = batch * steps, -(-topk * block // page)
     tokens = 700
@@ -258,4 +258,4 @@ def _selection(random: np.random.Generator, topk: int, block: int, steps: int) -
     outputs = ("selection_k_rope", "selection_kv_cache", "selection_kv_block_status")
     options = {"selection_topk_block_size": block}
     name = f"GatherSelectionKvCache, top {topk} blocks of {block}"
-    return Case(name, "gather_selection_kv_cache", arrays, outputs, options)
+    return SelftestCase(name, "gather_selection_kv_cache", arrays, outputs, options)

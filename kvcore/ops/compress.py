@@ -30,7 +30,7 @@ from kvcore.ops.scatter_case import (
     KEY_CACHE,
     SEQ_LENS,
     SLOT_MAPPING,
-    Case,
+    ScatterCase,
 )
 from kvcore.soc import SoC
 from kvcore.strides import moving_strides
@@ -38,7 +38,7 @@ from kvcore.strides import moving_strides
 __all__ = ["check", "place", "resolve"]
 
 
-def check(case: Case) -> None:
+def check(case: ScatterCase) -> None:
     """Check what is particular to these scenarios in shapes and dtypes."""
     infos = case.infos
     key, key_cache, slots = infos[KEY], infos[KEY_CACHE], infos[SLOT_MAPPING]
@@ -80,11 +80,11 @@ def check(case: Case) -> None:
         checks.shape(offsets, whole, f"{flat}, {numbers}")
 
 
-def _needed(case: Case, axes: str) -> str:
+def _needed(case: ScatterCase, axes: str) -> str:
     return f"an array {axes} in {case.rule}"
 
 
-def resolve(case: Case, soc: SoC | None) -> Spec:
+def resolve(case: ScatterCase, soc: SoC | None) -> Spec:
     """The Spec of a compression case."""
     key, lengths = case.infos[KEY], case.infos[SEQ_LENS]
     assert key is not None
@@ -116,7 +116,7 @@ def _mean_kind(dtype: DType) -> int:
     return windows.MEANS.index(dtype.name)
 
 
-def _lane(case: Case, source_arg: int, cache_arg: int, head_size: int) -> WindowLane:
+def _lane(case: ScatterCase, source_arg: int, cache_arg: int, head_size: int) -> WindowLane:
     source, cache = case.infos[source_arg], case.infos[cache_arg]
     assert source is not None
     assert cache is not None
@@ -143,7 +143,9 @@ def _lane(case: Case, source_arg: int, cache_arg: int, head_size: int) -> Window
     )
 
 
-def _fault(case: Case, soc: SoC | None, rule: str, index: int, seen: int, other: int) -> Exception:
+def _fault(
+    case: ScatterCase, soc: SoC | None, rule: str, index: int, seen: int, other: int
+) -> Exception:
     """The error of a value at that place of its array; ``other`` is what it was compared with."""
     if rule == "slot":
         return _slot_fault(case, index, seen, other)
@@ -174,7 +176,7 @@ def _fault(case: Case, soc: SoC | None, rule: str, index: int, seen: int, other:
     return _invalid(place(case, at, index), expected, seen, str(seen))
 
 
-def place(case: Case, at: int, index: int) -> str:
+def place(case: ScatterCase, at: int, index: int) -> str:
     """The name of one entry of an index array, as in "slot_mapping[1, 0]"."""
     info = case.infos[at]
     assert info is not None
@@ -192,7 +194,7 @@ def _invalid(where: str, expected: str, seen: int, seen_text: str) -> ParamInval
     )
 
 
-def _too_many_rows(case: Case, soc: SoC | None, rows: int) -> ParamInvalidError:
+def _too_many_rows(case: ScatterCase, soc: SoC | None, rows: int) -> ParamInvalidError:
     """The error of a call that writes more rows than there are slots, which a SoC's document
     forbids."""
     expected = f"num_blocks * block_size >= {rows}, the rows that this call writes, on {soc:s}"
@@ -200,7 +202,7 @@ def _too_many_rows(case: Case, soc: SoC | None, rows: int) -> ParamInvalidError:
     return _invalid("key_cache", expected, case.blocks * case.block_size, seen)
 
 
-def _slot_fault(case: Case, index: int, slot: int, rows: int) -> SlotRangeError:
+def _slot_fault(case: ScatterCase, index: int, slot: int, rows: int) -> SlotRangeError:
     bound = case.blocks * case.block_size
     run = f"slot + {rows} rows of the run <= {bound}"
     expected = f"slot < {bound}" if slot >= bound else run

@@ -14,13 +14,14 @@ from typing import Any
 from kvcore._core.arrays import ArrayInfo
 from kvcore._core.gather import GatherSpec
 from kvcore._core.lanes import NZ_BYTES, Lane, make_lane
-from kvcore._core.plan import Operator, Plan, Spec
+from kvcore._core.plan import Operator, Spec
 from kvcore.dtypes import DType
 from kvcore.errors import ParamInvalidError
 from kvcore.ops import checks, soc_gather
+from kvcore.ops.twins import plan_twin
 from kvcore.soc import SoC
 
-__all__ = ["Case", "classify", "gather_pa_kv_cache", "plan_gather_pa_kv_cache"]
+__all__ = ["GatherCase", "classify", "gather_pa_kv_cache", "plan_gather_pa_kv_cache"]
 
 ARGUMENTS = (
     "key_cache",
@@ -37,7 +38,7 @@ Infos = tuple[ArrayInfo | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class GatherCase:
     """What a call's shapes, dtypes and modes amount to, every rule about them checked.
 
     lanes: (cache argument, output argument) of key and value.  dtypes: one per lane.
@@ -64,7 +65,7 @@ class Case:
         return found
 
 
-def classify(infos: Infos, params: tuple[Any, ...]) -> Case:
+def classify(infos: Infos, params: tuple[Any, ...]) -> GatherCase:
     """Check every rule about shapes, dtypes and modes."""
     cache_mode, totals, dtype, value_dtype = params
     cache_mode = checks.mode(cache_mode, "cache_mode", CACHE_MODES, "Norm")
@@ -93,7 +94,7 @@ def classify(infos: Infos, params: tuple[Any, ...]) -> Case:
     if len(found) > 1:
         _agree(infos, cache_mode)
     blocks, block_size = _page(key_cache, cache_mode)
-    return Case(
+    return GatherCase(
         cache_mode,
         infos,
         lanes,
@@ -179,7 +180,7 @@ def _agree(infos: Infos, cache_mode: str) -> None:
         checks.fail("value", f"{key.shape[0]} tokens as key", list(value.shape))
 
 
-def _row_lane(case: Case, cache_arg: int, out_arg: int) -> Lane:
+def _row_lane(case: GatherCase, cache_arg: int, out_arg: int) -> Lane:
     cache, out = case.info(cache_arg), case.info(out_arg)
     item, steps, shape = cache.itemsize, cache.strides, cache.shape
     item_step = out.strides[-1]
@@ -211,7 +212,7 @@ def _row_lane(case: Case, cache_arg: int, out_arg: int) -> Lane:
     )
 
 
-def _specify(case: Case, soc: SoC | None) -> Spec:
+def _specify(case: GatherCase, soc: SoC | None) -> Spec:
     warnings = () if soc is None else soc_gather.check_gather_pa(case, soc)
     return GatherSpec(
         tuple(out for _, out in case.lanes),
@@ -311,8 +312,16 @@ def gather_pa_kv_cache(
     for a needed column past the table or block outside the cache, lengths that are negative or
     do not sum to the rows of key, totals that decrease or do not start with 0.
     Source: CANN aclnnGatherPaKvCache (key only, NHSD and 5-D caches are this library's own).
+
+    >>> import numpy as np, kvcore
+    >>> cache = np.arange(12, dtype=np.float32).reshape(3, 4, 1, 1)  # 3 blocks of 4 rows
+    >>> tables = np.array([[2, 0], [1, -1]])  # the blocks of two requests
+    >>> key = np.empty((8, 1, 1), np.float32)  # 8 = 5 + 3 tokens
+    >>> kvcore.gather_pa_kv_cache(cache, None, tables, np.array([5, 3]), key, None)
+    >>> key.ravel().tolist()  # block 2, one row of block 0; three rows of block 1
+    [8.0, 9.0, 10.0, 11.0, 0.0, 4.0, 5.0, 6.0]
     """
-    GATHER.call(
+    return GATHER.call(  # type: ignore[no-any-return]  # None here, more for a twin
         (key_cache, value_cache, block_tables, seq_lens, key, value, seq_offset),
         (cache_mode, checks.flag(is_seq_lens_cumsum, "is_seq_lens_cumsum"), dtype, value_dtype),
         soc,
@@ -321,28 +330,4 @@ def gather_pa_kv_cache(
     )
 
 
-def plan_gather_pa_kv_cache(
-    key_cache: Any,
-    value_cache: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    key: Any,
-    value: Any,
-    *,
-    seq_offset: Any = None,
-    cache_mode: str | None = "Norm",
-    is_seq_lens_cumsum: bool = False,
-    dtype: Any = None,
-    value_dtype: Any = None,
-    soc: Any = None,
-    backend: Any = None,
-    num_threads: int | None = None,
-) -> Plan:
-    """A Plan of gather_pa_kv_cache with the same arguments: run() it any number of times."""
-    return GATHER.plan(
-        (key_cache, value_cache, block_tables, seq_lens, key, value, seq_offset),
-        (cache_mode, checks.flag(is_seq_lens_cumsum, "is_seq_lens_cumsum"), dtype, value_dtype),
-        soc,
-        backend,
-        num_threads,
-    )
+plan_gather_pa_kv_cache = plan_twin(gather_pa_kv_cache, GATHER)

@@ -12,16 +12,17 @@ from functools import partial
 from typing import Any
 
 from kvcore._core.arrays import ArrayInfo
-from kvcore._core.plan import Operator, Plan, Spec
+from kvcore._core.plan import Operator, Spec
 from kvcore._core.select import SelectSpec
 from kvcore._core.selected import IndexArray, SelectionLane
 from kvcore.dtypes import DType
 from kvcore.errors import ParamInvalidError, ParamNullError, shown
 from kvcore.ops import checks, soc_gather
+from kvcore.ops.twins import plan_twin
 from kvcore.soc import SoC
 
 __all__ = [
-    "Case",
+    "SelectionCase",
     "classify",
     "gather_selection_kv_cache",
     "plan_gather_selection_kv_cache",
@@ -47,7 +48,7 @@ Infos = tuple[ArrayInfo | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SelectionCase:
     """What a call's shapes and dtypes amount to, every rule about them checked.
 
     infos: those of the call, None for an empty rope pair.  rows: B * S.  block: tokens of one id.
@@ -76,7 +77,7 @@ class Case:
         return both[:1] if self.infos[ROPE] is None else both
 
 
-def classify(infos: Infos, params: tuple[Any, ...]) -> Case:
+def classify(infos: Infos, params: tuple[Any, ...]) -> SelectionCase:
     """Check every rule about shapes and dtypes."""
     block, cumulative, dtype = params
     infos = _without_empty_rope(infos)
@@ -89,7 +90,9 @@ def classify(infos: Infos, params: tuple[Any, ...]) -> Case:
         if info is not None:
             checks.same_dtype(info, checks.data_dtype(info, wanted), own, "full_kv_cache")
     batch, steps, topk = _row_shape(needed)
-    case = Case(infos, own, index_dtype, batch, steps, batch * steps, topk, block, cumulative)
+    case = SelectionCase(
+        infos, own, index_dtype, batch, steps, batch * steps, topk, block, cumulative
+    )
     _check_caches(case)
     _check_tables(case)
     outputs = [STATUS] + [here for here, _ in case.lanes()]
@@ -155,7 +158,7 @@ def _row_shape(needed: dict[str, ArrayInfo]) -> tuple[int, int, int]:
     return batch, rows // batch if batch else 0, topk
 
 
-def _check_caches(case: Case) -> None:
+def _check_caches(case: SelectionCase) -> None:
     cache, full = case.info(CACHE), case.info(FULL_CACHE)
     checks.rank(cache, (3,), "[SB, sbs, K]")
     checks.rank(full, (3,), "[FB, fbs, K]")
@@ -179,7 +182,7 @@ def _check_caches(case: Case) -> None:
             )
 
 
-def _check_tables(case: Case) -> None:
+def _check_tables(case: SelectionCase) -> None:
     table, full_table = case.info(TABLE), case.info(FULL_TABLE)
     checks.rank(table, (2,), "[N, SMAX]")
     if table.shape[0] < case.rows:
@@ -198,7 +201,7 @@ def _check_tables(case: Case) -> None:
         )
 
 
-def _lanes(case: Case) -> list[SelectionLane]:
+def _lanes(case: SelectionCase) -> list[SelectionLane]:
     lanes = []
     for here_arg, full_arg in case.lanes():
         here, full = case.info(here_arg), case.info(full_arg)
@@ -219,7 +222,7 @@ def _lanes(case: Case) -> list[SelectionLane]:
     return lanes
 
 
-def _index_arrays(case: Case) -> list[IndexArray]:
+def _index_arrays(case: SelectionCase) -> list[IndexArray]:
     """Where row b * S + s of each index array lies."""
     found = []
     for argument in (TOPK, STATUS, TABLE, FULL_TABLE, KV_LENS, Q_LENS):
@@ -235,7 +238,7 @@ def _index_arrays(case: Case) -> list[IndexArray]:
     return found
 
 
-def _specify(case: Case, soc: SoC | None) -> Spec:
+def _specify(case: SelectionCase, soc: SoC | None) -> Spec:
     warnings = () if soc is None else soc_gather.check_gather_selection(case, soc)
     table, full_table = case.info(TABLE), case.info(FULL_TABLE)
     cache, full = case.info(CACHE), case.info(FULL_CACHE)
@@ -385,6 +388,19 @@ def gather_selection_kv_cache(
     beyond the full table, query lengths below 0 or above S. A status that claims an id at a place
     that does not hold it is the caller's fault: that row's bytes are wrong, no other's.
     Source: CANN GatherSelectionKvCache.
+
+    >>> import numpy as np, kvcore
+    >>> full = np.arange(8, dtype=np.float16).reshape(2, 4, 1)  # 2 blocks of 4 tokens
+    >>> chosen = np.zeros((1, 4, 1), np.float16)  # the selection: 1 block of 4
+    >>> status = np.array([[[[-1, -1, 0]]]])  # one row, two places, nothing held
+    >>> lengths = kvcore.gather_selection_kv_cache(
+    ...     None, chosen, np.array([[0]]), status, np.array([[[[3, 1]]]]), None, full,
+    ...     np.array([[1, 0]]), np.array([8]), np.array([1]), selection_topk_block_size=2,
+    ... )
+    >>> lengths.tolist(), status.ravel().tolist()  # the block with the largest id comes last
+    ([4], [1, 3, 4])
+    >>> chosen.ravel().tolist()  # tokens 2, 3 of table entry 1; 6, 7 of entry 0
+    [6.0, 7.0, 2.0, 3.0]
     """
     return SELECT.call(
         (
@@ -407,43 +423,6 @@ def gather_selection_kv_cache(
     )
 
 
-def plan_gather_selection_kv_cache(
-    selection_k_rope: Any,
-    selection_kv_cache: Any,
-    selection_kv_block_table: Any,
-    selection_kv_block_status: Any,
-    selection_topk_indices: Any,
-    full_k_rope: Any,
-    full_kv_cache: Any,
-    full_kv_block_table: Any,
-    full_kv_actual_seq: Any,
-    full_q_actual_seq: Any,
-    *,
-    selection_topk_block_size: int = 64,
-    q_lens_cumulative: bool = False,
-    stats: dict[str, Any] | None = None,
-    dtype: Any = None,
-    soc: Any = None,
-    backend: Any = None,
-    num_threads: int | None = None,
-) -> Plan:
-    """A Plan of gather_selection_kv_cache: each run() returns a new array and fills stats anew."""
-    return SELECT.plan(
-        (
-            selection_k_rope,
-            selection_kv_cache,
-            selection_kv_block_table,
-            selection_kv_block_status,
-            selection_topk_indices,
-            full_k_rope,
-            full_kv_cache,
-            full_kv_block_table,
-            full_kv_actual_seq,
-            full_q_actual_seq,
-        ),
-        params_of(selection_topk_block_size, q_lens_cumulative, dtype, stats),
-        soc,
-        backend,
-        num_threads,
-        stats,
-    )
+plan_gather_selection_kv_cache = plan_twin(
+    gather_selection_kv_cache, SELECT, "  Each returns a new array and fills stats anew."
+)

@@ -14,10 +14,11 @@ import numpy as np
 from kvcore._core.arrays import ArrayInfo
 from kvcore._core.lanes import Lane, make_lane
 from kvcore._core.paged import AppendSpec
-from kvcore._core.plan import Operator, Plan, Spec
+from kvcore._core.plan import Operator, Spec
 from kvcore.dtypes import DType
 from kvcore.errors import ParamInvalidError, in_words, shown
 from kvcore.ops import checks, soc_update
+from kvcore.ops.twins import plan_twin
 from kvcore.soc import SoC
 
 __all__ = ["kv_cache_update", "plan_kv_cache_update"]
@@ -27,7 +28,7 @@ NEW_KV, LAYER_ID, PAST, TOKEN_OFFSET, SEQ_LEN = range(5)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class UpdateCase:
     """What a call's shapes and dtypes amount to, every rule about them checked.
 
     layer: the one that was given as a number, or None.  tokens: rows of new_kv.
@@ -49,7 +50,7 @@ class Case:
         return found
 
 
-def classify(infos: tuple[ArrayInfo | None, ...], params: tuple[Any, ...]) -> Case:
+def classify(infos: tuple[ArrayInfo | None, ...], params: tuple[Any, ...]) -> UpdateCase:
     """Check every rule about shapes and dtypes."""
     layer, dtype = params
     new_kv = checks.need(infos[NEW_KV], "new_kv")
@@ -78,10 +79,10 @@ def classify(infos: tuple[ArrayInfo | None, ...], params: tuple[Any, ...]) -> Ca
         seen = list(new_kv.shape)
         checks.fail("new_kv", f"tokens of hidden size {hidden} (past {list(past.shape)})", seen)
     checks.output(past)
-    return Case(infos, layer, own, layers, batch, max_seq, hidden, tokens)
+    return UpdateCase(infos, layer, own, layers, batch, max_seq, hidden, tokens)
 
 
-def _lane(case: Case) -> Lane:
+def _lane(case: UpdateCase) -> Lane:
     new_kv, past = case.info(NEW_KV), case.info(PAST)
     shape, steps = new_kv.shape, new_kv.strides
     inner = outer_stride = 0
@@ -110,7 +111,7 @@ def _lane(case: Case) -> Lane:
     )
 
 
-def _specify(case: Case, soc: SoC | None) -> Spec:
+def _specify(case: UpdateCase, soc: SoC | None) -> Spec:
     past = case.info(PAST)
     warnings: tuple[str, ...] = ()
     if soc is not None:
@@ -225,6 +226,15 @@ def kv_cache_update(
     token_offset >= seq_len and <= max_seq, sum(seq_len) == ntokens; ParamNullError or
     ParamInvalidError otherwise. Source: ATB KVCacheOperation (which checks neither the layer nor
     the offsets).
+
+    >>> import numpy as np, kvcore
+    >>> past = np.zeros((2, 2, 8, 4), np.float16)  # 2 layers, 2 requests of up to 8 tokens
+    >>> new = np.ones((3, 4), np.float16)  # 2 tokens of the first request, 1 of the second
+    >>> lengths, totals = np.array([2, 1]), np.array([5, 1])  # tokens 3 and 4, and token 0
+    >>> kvcore.kv_cache_update(new, 1, past, totals, lengths) is past
+    True
+    >>> np.argwhere(past.any(3)).tolist()  # layer, request and position of each token
+    [[1, 0, 3], [1, 0, 4], [1, 1, 0]]
     """
     array, layer = _layer(layer_id)
     return UPDATE.call(
@@ -236,24 +246,4 @@ def kv_cache_update(
     )
 
 
-def plan_kv_cache_update(
-    new_kv: Any,
-    layer_id: Any,
-    past: Any,
-    token_offset: Any,
-    seq_len: Any,
-    *,
-    dtype: Any = None,
-    soc: Any = None,
-    backend: Any = None,
-    num_threads: int | None = None,
-) -> Plan:
-    """A Plan of kv_cache_update with the same arguments."""
-    array, layer = _layer(layer_id)
-    return UPDATE.plan(
-        (new_kv, array, past, token_offset, seq_len),
-        (layer, dtype),
-        soc,
-        backend,
-        num_threads,
-    )
+plan_kv_cache_update = plan_twin(kv_cache_update, UPDATE)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,20 +13,15 @@ from kvcore._core import reach
 from kvcore._core.plan import Operator
 from kvcore._core.reach import Reach
 from kvcore.errors import ParamInvalidError, fail
-from kvcore.ops import (
-    checks,
-    gather_pa,
-    gather_selection,
-    kv_cache_update,
-    scatter_case,
-    scatter_pa,
-)
+from kvcore.ops import gather_pa, gather_selection, kv_cache_update, scatter_pa
 from kvcore.ops.stand_in import StandIn, info_of
+from kvcore.ops.twins import twin
 from kvcore.soc import PROFILES
 
 __all__ = ["QUESTIONS", "Answer", "Question"]
 
-Words = Mapping[str, Any]
+#: Keywords of every operator that no question asks of.
+NOT_ASKED = ("soc", "backend", "num_threads", "stats")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +34,25 @@ class Answer:
     warnings: dict[str, tuple[str, ...]]
 
 
-@dataclass(frozen=True, slots=True)
 class Question:
-    """One operator: its arrays in order, its other arguments with their defaults, and what its
-    resolver takes of these."""
+    """What may be asked of one operator, from its own signature.
 
-    operator: Operator
-    arrays: tuple[str, ...]
-    words: dict[str, Any]
-    params: Callable[[Words], tuple[Any, ...]]
+    arrays: its arrays in order.  words: its other arguments with their defaults.
+    """
+
+    def __init__(self, function: Callable[..., Any], operator: Operator) -> None:
+        self.operator = operator
+        parameters = inspect.signature(function).parameters
+        self.arrays = tuple(name for name in operator.arguments if name in parameters)
+        self.words = {
+            name: one.default
+            for name, one in parameters.items()
+            if name not in (*self.arrays, *NOT_ASKED)
+        }
+        doc = "What the operator makes of its arguments: arrays, and everything else."
+        self._read = twin(
+            function, operator, _given, name=f"read_{operator.name}", returns=tuple, doc=doc
+        )
 
     def ask(self, given: Mapping[str, Any]) -> Answer:
         """Ask every SoC.  given: arrays or (shape, dtype) pairs, and words, by name.
@@ -54,17 +60,16 @@ class Question:
         Raises what the operator raises, without a SoC, for a call that no machine accepts.
         """
         words = {name: given.get(name, default) for name, default in self.words.items()}
-        infos = tuple(
-            info_of(given.get(name), name) if name in self.arrays else None
-            for name in self.operator.arguments
-        )
-        params = self.params(words)
+        return self.answer(*self._read(**{name: given.get(name) for name in self.arrays}, **words))
+
+    def answer(self, arrays: tuple[Any, ...], params: tuple[Any, ...]) -> Answer:
+        """The same of what the operator made of its arguments."""
+        names = self.operator.arguments
+        infos = tuple(info_of(value, name) for value, name in zip(arrays, names, strict=True))
         spec = self.operator.spec_for(infos, params, None)
         for one in spec.reaches or ():
-            name = self.operator.arguments[one.argument]
-            _check_reach(one, infos[one.argument], given[name])
+            _check_reach(one, infos[one.argument], arrays[one.argument])
         case = spec.case
-        number = getattr(case, "number", None)
         runs: dict[str, str | None] = {}
         warnings: dict[str, tuple[str, ...]] = {}
         for name, soc in PROFILES.items():
@@ -76,7 +81,31 @@ class Question:
                 runs[name] = None
                 if spec.warnings:
                     warnings[name] = spec.warnings
-        return Answer(number, runs, warnings)
+        return Answer(getattr(case, "number", None), runs, warnings)
+
+
+class UpdateQuestion(Question):
+    """A layer may be a number, which is no array."""
+
+    def __init__(self, function: Callable[..., Any], operator: Operator) -> None:
+        super().__init__(function, operator)
+        self.words = {"layer": None, **self.words}
+
+    def ask(self, given: Mapping[str, Any]) -> Answer:
+        """As of every operator; layer: a number for layer_id."""
+        rest = {name: value for name, value in given.items() if name != "layer"}
+        layer = given.get("layer")
+        words = {"dtype": rest.get("dtype")}
+        arrays = {name: rest.get(name) for name in self.arrays}
+        if layer is not None:
+            arrays["layer_id"] = layer
+        return self.answer(*self._read(**arrays, **words))
+
+
+def _given(
+    arrays: tuple[Any, ...], params: tuple[Any, ...], *_: object
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    return arrays, params
 
 
 def _check_reach(one: Reach, info: Any, value: Any) -> None:
@@ -88,74 +117,14 @@ def _check_reach(one: Reach, info: Any, value: Any) -> None:
         fail(info.name, one.expected, math.prod(info.shape))
 
 
-def _scatter_params(words: Words) -> tuple[Any, ...]:
-    strides, offsets = words["strides"], words["offsets"]
-    return (
-        words["cache_mode"],
-        words["scatter_mode"],
-        None if strides is None else checks.listed(strides),
-        None if offsets is None else checks.listed(offsets),
-        words["dtype"],
-        words["value_dtype"],
-    )
-
-
-def _scatter_key_params(words: Words) -> tuple[Any, ...]:
-    return "Norm", "None", None, None, words["dtype"], None
-
-
-def _update_params(words: Words) -> tuple[Any, ...]:
-    return words["layer"], words["dtype"]
-
-
-def _gather_pa_params(words: Words) -> tuple[Any, ...]:
-    cumsum = checks.flag(words["is_seq_lens_cumsum"], "is_seq_lens_cumsum")
-    return words["cache_mode"], cumsum, words["dtype"], words["value_dtype"]
-
-
-def _selection_params(words: Words) -> tuple[Any, ...]:
-    block, cumulative = words["selection_topk_block_size"], words["q_lens_cumulative"]
-    return gather_selection.params_of(block, cumulative, words["dtype"], None)
-
-
 #: By the operator's name.
 QUESTIONS: dict[str, Question] = {
-    "scatter_pa_kv_cache": Question(
-        scatter_pa.SCATTER,
-        scatter_case.ARGUMENTS,
-        {
-            "cache_mode": "Norm",
-            "scatter_mode": "None",
-            "strides": None,
-            "offsets": None,
-            "dtype": None,
-            "value_dtype": None,
-        },
-        _scatter_params,
-    ),
-    "scatter_pa_cache": Question(
-        scatter_pa.SCATTER_KEY,
-        tuple(name for name in scatter_case.ARGUMENTS if not name.startswith("value")),
-        {"dtype": None},
-        _scatter_key_params,
-    ),
-    "kv_cache_update": Question(
-        kv_cache_update.UPDATE,
-        kv_cache_update.ARGUMENTS,
-        # A layer that is a number; an array is layer_id.
-        {"layer": None, "dtype": None},
-        _update_params,
-    ),
-    "gather_pa_kv_cache": Question(
-        gather_pa.GATHER,
-        gather_pa.ARGUMENTS,
-        {"cache_mode": "Norm", "is_seq_lens_cumsum": False, "dtype": None, "value_dtype": None},
-        _gather_pa_params,
-    ),
-    "gather_selection_kv_cache": Question(
-        gather_selection.SELECT,
-        gather_selection.ARGUMENTS,
-        {"selection_topk_block_size": 64, "q_lens_cumulative": False, "dtype": None},
-        _selection_params,
-    ),
+    question.operator.name: question
+    for question in (
+        Question(scatter_pa.scatter_pa_kv_cache, scatter_pa.SCATTER),
+        Question(scatter_pa.scatter_pa_cache, scatter_pa.SCATTER_KEY),
+        UpdateQuestion(kv_cache_update.kv_cache_update, kv_cache_update.UPDATE),
+        Question(gather_pa.gather_pa_kv_cache, gather_pa.GATHER),
+        Question(gather_selection.gather_selection_kv_cache, gather_selection.SELECT),
+    )
 }

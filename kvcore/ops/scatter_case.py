@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvcore._core.arrays import ArrayInfo
 from kvcore.dtypes import DType
 
-__all__ = ["ARGUMENTS", "Case", "Infos"]
+__all__ = ["ARGUMENTS", "Infos", "ScatterCase"]
 
 ARGUMENTS = (
     "key",
@@ -34,7 +34,7 @@ Infos = tuple[ArrayInfo | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ScatterCase:
     """What a call's shapes, dtypes and modes amount to, every rule about them checked.
 
     number: scenario 1 to 7. rule: "rows", "Nct", "Alibi", "Rope" or "Omni".

@@ -12,11 +12,12 @@ from typing import Any
 
 from kvcore._core.lanes import NZ_BYTES, Lane, make_lane
 from kvcore._core.paged import SlotSpec
-from kvcore._core.plan import Operator, Plan, Spec
+from kvcore._core.plan import Operator, Spec
 from kvcore._core.reach import Reach
 from kvcore.ops import checks, compress, soc_scatter
-from kvcore.ops.scatter_case import ARGUMENTS, SLOT_MAPPING, Case
+from kvcore.ops.scatter_case import ARGUMENTS, SLOT_MAPPING, ScatterCase
 from kvcore.ops.scatter_rules import classify, nct_rule
+from kvcore.ops.twins import plan_twin
 from kvcore.soc import SoC
 
 __all__ = [
@@ -28,7 +29,9 @@ __all__ = [
 ]
 
 
-def _row_lane(case: Case, lane: int, source_arg: int, cache_arg: int, head_size: int) -> Lane:
+def _row_lane(
+    case: ScatterCase, lane: int, source_arg: int, cache_arg: int, head_size: int
+) -> Lane:
     source, cache = case.infos[source_arg], case.infos[cache_arg]
     assert source is not None
     assert cache is not None
@@ -68,18 +71,18 @@ def _row_lane(case: Case, lane: int, source_arg: int, cache_arg: int, head_size:
     )
 
 
-def _specify(case: Case, soc: SoC | None) -> Spec:
+def _specify(case: ScatterCase, soc: SoC | None) -> Spec:
     compresses = case.rule not in ("rows", "Nct")
     spec = compress.resolve(case, soc) if compresses else _slot_spec(case, soc)
     return spec if soc is None else soc_scatter.apply(spec, case, soc)
 
 
-def _specify_key(case: Case, soc: SoC | None) -> Spec:
+def _specify_key(case: ScatterCase, soc: SoC | None) -> Spec:
     spec = compress.resolve(case, soc) if case.number == 3 else _slot_spec(case, soc)
     return spec if soc is None else soc_scatter.apply(spec, case, soc, soc_scatter.KEY_ONLY)
 
 
-def _slot_spec(case: Case, soc: SoC | None) -> Spec:
+def _slot_spec(case: ScatterCase, soc: SoC | None) -> Spec:
     outputs = tuple(cache_arg for _, cache_arg, _ in case.lanes())
     lanes = [_row_lane(case, i, *lane) for i, lane in enumerate(case.lanes())]
     spec = SlotSpec(
@@ -98,7 +101,7 @@ def _slot_spec(case: Case, soc: SoC | None) -> Spec:
     return spec
 
 
-def _reach(case: Case, lane: int, source_arg: int, cache_arg: int, head_size: int) -> Reach:
+def _reach(case: ScatterCase, lane: int, source_arg: int, cache_arg: int, head_size: int) -> Reach:
     source = case.infos[source_arg]
     assert source is not None
     item, stride = source.itemsize, case.strides[lane] * source.itemsize
@@ -162,12 +165,20 @@ def scatter_pa_kv_cache(
     Everything is checked before the first byte is written. Raises ParamNullError,
     ParamInvalidError, or SlotRangeError for a slot that is not below nb * bs.
     Source: CANN aclnnScatterPaKvCache.
+
+    >>> import numpy as np, kvcore
+    >>> key = np.full((3, 2, 8), 7, np.float16)  # 3 tokens, 2 heads of 8 items
+    >>> key_cache, value_cache = np.zeros((2, 4, 16, 2, 8), np.float16)  # 4 blocks of 16 rows
+    >>> slots = np.array([0, 37, -1], np.int32)  # 37 = 2 * 16 + 5; -1 writes nothing
+    >>> kvcore.scatter_pa_kv_cache(key, key_cache, slots, key, value_cache)
+    >>> np.argwhere(key_cache.any((2, 3))).tolist()  # block and row of each token
+    [[0, 0], [2, 5]]
     """
     if strides is not None:
         strides = checks.listed(strides)
     if offsets is not None:
         offsets = checks.listed(offsets)
-    SCATTER.call(
+    return SCATTER.call(  # type: ignore[no-any-return]  # None here, more for a twin
         (
             key,
             key_cache,
@@ -185,50 +196,7 @@ def scatter_pa_kv_cache(
     )
 
 
-def plan_scatter_pa_kv_cache(
-    key: Any,
-    key_cache: Any,
-    slot_mapping: Any,
-    value: Any = None,
-    value_cache: Any = None,
-    *,
-    compress_lens: Any = None,
-    compress_seq_offset: Any = None,
-    seq_lens: Any = None,
-    cache_mode: str | None = "Norm",
-    scatter_mode: str | None = "None",
-    strides: Any = None,
-    offsets: Any = None,
-    dtype: Any = None,
-    value_dtype: Any = None,
-    soc: Any = None,
-    backend: Any = None,
-    num_threads: int | None = None,
-) -> Plan:
-    """A Plan of scatter_pa_kv_cache with the same arguments: run() it any number of times."""
-    return SCATTER.plan(
-        (
-            key,
-            key_cache,
-            slot_mapping,
-            value,
-            value_cache,
-            compress_lens,
-            compress_seq_offset,
-            seq_lens,
-        ),
-        (
-            cache_mode,
-            scatter_mode,
-            None if strides is None else checks.listed(strides),
-            None if offsets is None else checks.listed(offsets),
-            dtype,
-            value_dtype,
-        ),
-        soc,
-        backend,
-        num_threads,
-    )
+plan_scatter_pa_kv_cache = plan_twin(scatter_pa_kv_cache, SCATTER)
 
 
 def reshape_and_cache(
@@ -239,7 +207,16 @@ def reshape_and_cache(
     slot_mapping: Any,
     **keywords: Any,
 ) -> None:
-    """scatter_pa_kv_cache in vLLM's word and argument order; same keywords."""
+    """scatter_pa_kv_cache in vLLM's word and argument order; same keywords.
+
+    >>> import numpy as np, kvcore
+    >>> key, value = np.ones((2, 2, 1, 8), np.float16)  # 2 tokens, 1 head of 8 items
+    >>> key_cache, value_cache = np.zeros((2, 4, 16, 1, 8), np.float16)  # 4 blocks of 16 rows
+    >>> slots = np.array([16, 17])  # 16 = 1 * 16 + 0
+    >>> kvcore.reshape_and_cache(key, value, key_cache, value_cache, slots)
+    >>> np.argwhere(value_cache.any((2, 3))).tolist()  # block and row of each token
+    [[1, 0], [1, 1]]
+    """
     scatter_pa_kv_cache(key, key_cache, slot_mapping, value, value_cache, **keywords)
 
 
@@ -264,8 +241,18 @@ def scatter_pa_cache(
     key_cache:    written.
     Everything else is as in scatter_pa_kv_cache.
     Source: CANN aclnnScatterPaCache.
+
+    >>> import numpy as np, kvcore
+    >>> key = np.arange(5, dtype=np.float32).reshape(1, 5, 1, 1)  # 1 request of 5 tokens, 1 head
+    >>> key_cache = np.zeros((1, 8, 1, 1), np.float32)  # 1 block of 8 rows
+    >>> kvcore.scatter_pa_cache(
+    ...     key, key_cache, np.array([[2]]),  # the head's rows begin at slot 2
+    ...     compress_lens=np.array([[3]]), seq_lens=np.array([5]),  # "Alibi": the last 3 of 5
+    ... )
+    >>> key_cache.ravel().tolist()
+    [0.0, 0.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0]
     """
-    SCATTER_KEY.call(
+    return SCATTER_KEY.call(  # type: ignore[no-any-return]  # None here, more for a twin
         (key, key_cache, slot_mapping, None, None, compress_lens, compress_seq_offset, seq_lens),
         ("Norm", "None", None, None, dtype, None),
         soc,
@@ -274,24 +261,4 @@ def scatter_pa_cache(
     )
 
 
-def plan_scatter_pa_cache(
-    key: Any,
-    key_cache: Any,
-    slot_mapping: Any,
-    *,
-    compress_lens: Any = None,
-    compress_seq_offset: Any = None,
-    seq_lens: Any = None,
-    dtype: Any = None,
-    soc: Any = None,
-    backend: Any = None,
-    num_threads: int | None = None,
-) -> Plan:
-    """A Plan of scatter_pa_cache with the same arguments: run() it any number of times."""
-    return SCATTER_KEY.plan(
-        (key, key_cache, slot_mapping, None, None, compress_lens, compress_seq_offset, seq_lens),
-        ("Norm", "None", None, None, dtype, None),
-        soc,
-        backend,
-        num_threads,
-    )
+plan_scatter_pa_cache = plan_twin(scatter_pa_cache, SCATTER_KEY)

@@ -21,8 +21,8 @@ from kvcore.ops.scatter_case import (
     SLOT_MAPPING,
     VALUE,
     VALUE_CACHE,
-    Case,
     Infos,
+    ScatterCase,
 )
 
 __all__ = ["classify", "nct_rule"]
@@ -31,7 +31,7 @@ CACHE_MODES = ("Norm", "PA_NZ")
 SCATTER_MODES = ("None", "Alibi", "Rope", "Omni", "Nct", "NHSD")
 
 
-def classify(infos: Infos, params: tuple[Any, ...]) -> Case:
+def classify(infos: Infos, params: tuple[Any, ...]) -> ScatterCase:
     """Check every rule about shapes, dtypes and modes, and say which scenario this is."""
     cache_mode, scatter_mode, strides, offsets, dtype, value_dtype = params
     cache_mode = checks.mode(cache_mode, "cache_mode", CACHE_MODES, "Norm")
@@ -59,7 +59,7 @@ def classify(infos: Infos, params: tuple[Any, ...]) -> Case:
             checks.fail("slot_mapping", f"shape [{key.shape[0]}] (T of key)", list(slots.shape))
     else:
         tokens = key.shape[0] * (key.shape[1] if number == 3 else 1)
-    case = Case(
+    case = ScatterCase(
         number,
         rule,
         cache_mode,
@@ -208,7 +208,7 @@ def _no_optional(infos: Infos, number: int) -> None:
             checks.fail(info.name, f"None in scenario {number}", f"an array {list(info.shape)}")
 
 
-def _check_lanes(case: Case) -> Case:
+def _check_lanes(case: ScatterCase) -> ScatterCase:
     """Check both lanes against the case's sizes and fill in what only they know."""
     infos = case.infos
     key = infos[KEY]
@@ -258,7 +258,7 @@ def _check_lanes(case: Case) -> Case:
     return case
 
 
-def _check_nz(case: Case) -> None:
+def _check_nz(case: ScatterCase) -> None:
     for source_arg, cache_arg, head_size in case.lanes():
         source, cache = case.infos[source_arg], case.infos[cache_arg]
         assert source is not None
@@ -278,7 +278,7 @@ def _check_nz(case: Case) -> None:
         checks.shape(cache, wanted, "PA_NZ")
 
 
-def _check_nct(case: Case) -> None:
+def _check_nct(case: ScatterCase) -> None:
     for lane, (source_arg, cache_arg, head_size) in enumerate(case.lanes()):
         source, cache = case.infos[source_arg], case.infos[cache_arg]
         assert source is not None
@@ -301,7 +301,7 @@ def _check_nct(case: Case) -> None:
             checks.fail(source.name, nct_rule(case, lane), size)
 
 
-def nct_rule(case: Case, lane: int) -> str:
+def nct_rule(case: ScatterCase, lane: int) -> str:
     """What a lane's memory must hold in Nct, for an error."""
     return (
         f"at least {case.nct_items(lane)} elements of memory from its first one on "

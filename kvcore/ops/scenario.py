@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcore.ops.questions import QUESTIONS
+from kvcore.ops.scatter_pa import SCATTER, scatter_pa_kv_cache
+from kvcore.ops.twins import twin
 
 __all__ = ["Scenario", "scenario_of", "verdict_lines"]
 
@@ -41,27 +43,20 @@ def verdict_lines(
     return lines
 
 
-def scenario_of(
-    key: Any,
-    key_cache: Any,
-    slot_mapping: Any,
-    value: Any = None,
-    value_cache: Any = None,
-    *,
-    compress_lens: Any = None,
-    compress_seq_offset: Any = None,
-    seq_lens: Any = None,
-    cache_mode: str | None = "Norm",
-    scatter_mode: str | None = "None",
-    strides: Any = None,
-    offsets: Any = None,
-    dtype: Any = None,
-    value_dtype: Any = None,
-    soc: Any = None,
-    backend: Any = None,
-    num_threads: int | None = None,
-) -> Scenario:
-    """Say which scenario these arguments are, and which SoC would run them.
+def _scenario(arrays: tuple[Any, ...], params: tuple[Any, ...], *_: object) -> Scenario:
+    answer = QUESTIONS["scatter_pa_kv_cache"].answer(arrays, params)
+    assert answer.number is not None
+    return Scenario(answer.number, answer.runs, answer.warnings)
+
+
+scenario_of = twin(
+    scatter_pa_kv_cache,
+    SCATTER,
+    _scenario,
+    name="scenario_of",
+    returns=Scenario,
+    module=__name__,
+    doc="""Say which scenario these arguments are, and which SoC would run them.
 
     Takes the arguments of scatter_pa_kv_cache; each array may be a pair (shape, dtype) in its
     place, which stands for a contiguous array of that shape (in elements, also of float4).
@@ -69,23 +64,13 @@ def scenario_of(
     dtypes, and nothing is written.
 
     Raises what scatter_pa_kv_cache raises, without a SoC, for arguments that are wrong anywhere.
-    """
-    given = {
-        "key": key,
-        "key_cache": key_cache,
-        "slot_mapping": slot_mapping,
-        "value": value,
-        "value_cache": value_cache,
-        "compress_lens": compress_lens,
-        "compress_seq_offset": compress_seq_offset,
-        "seq_lens": seq_lens,
-        "cache_mode": cache_mode,
-        "scatter_mode": scatter_mode,
-        "strides": strides,
-        "offsets": offsets,
-        "dtype": dtype,
-        "value_dtype": value_dtype,
-    }
-    answer = QUESTIONS["scatter_pa_kv_cache"].ask(given)
-    assert answer.number is not None
-    return Scenario(answer.number, answer.runs, answer.warnings)
+
+    >>> import kvcore
+    >>> found = kvcore.scenario_of(
+    ...     ((4, 8, 128), "float16"), ((64, 8, 16, 128), "float16"), ((4,), "int32"),
+    ...     ((4, 8, 128), "float16"), ((64, 8, 16, 128), "float16"), scatter_mode="NHSD",
+    ... )
+    >>> found.number, found.runs["A3"], found.runs["950"] is None
+    (7, None, False)
+    """,
+)

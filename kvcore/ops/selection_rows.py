@@ -37,6 +37,13 @@ def permute_rows(order: Any, table: Any, status: Any) -> None:
     What belongs to requests (full block table, lengths, top-k ids) is the caller's to permute.
     ParamInvalidError, with nothing written, for an order that is no permutation, shapes that
     disagree, arrays that cannot be written or share memory.
+
+    >>> import numpy as np, kvcore
+    >>> table = np.array([[10, 11], [20, 21], [30, 31]])  # the blocks of three rows
+    >>> status = np.array([[[5, 64]], [[6, 64]], [[7, 64]]])  # one place each, and a length
+    >>> kvcore.permute_rows([2, 0, 1], table, status)  # place 0 takes what place 2 had
+    >>> table.tolist(), status[:, 0, 0].tolist()
+    ([[30, 31], [10, 11], [20, 21]], [7, 5, 6])
     """
     books = written_array(status, "status", (3, 4), STATUS_AXES)
     blocks = written_array(table, "table", (2,), "[N, SMAX]")
@@ -75,6 +82,13 @@ def invalidate(
     so by itself for the newest q tokens of its own step; a row that sat out the step in which its
     drafts were rejected, or tokens rewritten further back, need this.
     ParamInvalidError, with nothing written, for rows outside the status or negative positions.
+
+    >>> import numpy as np, kvcore
+    >>> status = np.array([[[0, 3, 2, 192]]])  # one row holds blocks 0, 3 and 2 of 64 tokens
+    >>> kvcore.invalidate(status, 0, 200)  # 200 is in block 3: 3 * 64 = 192
+    1
+    >>> status.ravel().tolist()
+    [0, -1, 2, 192]
     """
     shape = tuple(written_array(status, "status", (3, 4), STATUS_AXES).shape)
     rows = _numbers(row, "row", _rows(shape) - 1)

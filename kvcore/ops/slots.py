@@ -33,8 +33,13 @@ def from_positions(block_tables: Any, requests: Any, positions: Any, block_size:
 
     ParamInvalidError for a request outside the table, a position past its columns, or a block
     below 0 in an entry that is used (a table says nothing of how many blocks there are).
-    Example: block 3 of 128 rows holds positions 256 to 383 of request 1, so position 300 of it is
-    slot 3 * 128 + 44 = 428.
+
+    >>> from kvcore import slots
+    >>> tables = [[0, 1, 2], [7, 5, 3]]  # block 3 holds positions 256 to 383 of request 1
+    >>> slots.from_positions(tables, [0, 1, 1], [0, 300, -1], 128).tolist()
+    [0, 428, -1]
+    >>> 3 * 128 + (300 - 256)
+    428
     """
     tables = index_array(block_tables, "block_tables", (2,), "[B, M]")
     rows = index_array(requests, "requests", (1,), "[T]")
@@ -53,7 +58,11 @@ def prefill(block_tables: Any, num_computed_tokens: Any, query_lens: Any, block_
     block_size:          rows of a block.
 
     Errors as from_positions; and counts below 0.
-    Example: [0, 100] computed, chunks [2, 3]: positions 0, 1 of request 0, 100 to 102 of request 1.
+
+    >>> from kvcore import slots
+    >>> tables = [[4, -1], [7, 5]]  # the blocks of two requests, of 64 rows
+    >>> slots.prefill(tables, [0, 62], [2, 3], 64).tolist()  # 0, 1 of one; 62 to 64 of the other
+    [256, 257, 510, 511, 320]
     """
     tables = index_array(block_tables, "block_tables", (2,), "[B, M]")
     batch = len(tables)
@@ -74,6 +83,11 @@ def decode(block_tables: Any, seq_lens: Any, block_size: int) -> Slots:
     block_size:   rows of a block.
 
     Errors as from_positions; and lengths below 0.
+
+    >>> from kvcore import slots
+    >>> tables = [[4, 2], [7, 5]]  # the blocks of two requests, of 16 rows
+    >>> slots.decode(tables, [18, 0], 16).tolist()  # position 17 is row 1 of block 2
+    [33, -1]
     """
     tables = index_array(block_tables, "block_tables", (2,), "[B, M]")
     lengths = _counts(seq_lens, "seq_lens", len(tables))
@@ -94,6 +108,11 @@ def speculative(
     Row b holds positions seq_lens[b] - query_lens[b] to seq_lens[b] - 1: flattened, it is the
     slot_mapping of B * num_steps tokens in the order of GatherSelectionKvCache's rows.
     Errors as from_positions; and counts out of range.
+
+    >>> from kvcore import slots
+    >>> tables = [[4, 2], [7, 5]]  # the blocks of two requests, of 16 rows
+    >>> slots.speculative(tables, [18, 3], [3, 1], 16, num_steps=3).tolist()
+    [[79, 32, 33], [114, -1, -1]]
     """
     tables = index_array(block_tables, "block_tables", (2,), "[B, M]")
     batch = len(tables)

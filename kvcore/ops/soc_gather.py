@@ -48,7 +48,7 @@ def out_of_range_note(soc: SoC | None) -> str:
 
 
 def check_gather_pa(case: Any, soc: SoC) -> tuple[str, ...]:
-    """Raise where the documents forbid a gather_pa.Case; the texts of its warnings otherwise."""
+    """Raise where the documents forbid a GatherCase; the texts of its warnings otherwise."""
     table = soc.profile.gather
     if case.cache_mode == "NHSD":
         checks.fail("cache_mode", f"'Norm' or 'PA_NZ' on {soc}", repr("NHSD"))
@@ -107,7 +107,7 @@ def _padded(nbytes: int) -> int:
 
 
 def check_gather_selection(case: Any, soc: SoC) -> tuple[str, ...]:
-    """Raise where the document forbids a gather_selection.Case; its warnings' texts otherwise."""
+    """Raise where the document forbids a SelectionCase; the texts of its warnings otherwise."""
     most = soc.profile.selection
     if most is None:
         checks.fail(

@@ -27,7 +27,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcore._core import overlap
 from kvcore._core.overlap import Access
 from kvcore._core.plan import Plan
 from kvcore.errors import fail
@@ -138,13 +137,9 @@ class Recorder:
             if self._is_full(0):
                 self.dropped += 1
                 return None
-        plan.check_values()
-        found = plan.spec.accesses(plan)
-        if found is None:
-            reads, writes = plan.reads, plan.writes
-        else:
-            reads, writes = (overlap.named(plan, side) for side in found)
-        known = {a.data_ptr() for a in plan.arrays if isinstance(a, Tensor)}
+        reads, writes = plan.touches()
+        arrays = plan.request.arrays
+        known = {array.data_ptr() for array in arrays if isinstance(array, Tensor)}
         entry = Entry(
             {
                 "namespace": operator.namespace,

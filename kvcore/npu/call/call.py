@@ -19,11 +19,11 @@ from kvcore.npu import options
 from kvcore.npu.backend import INDEX_ARGUMENTS
 from kvcore.npu.call.arrays import Argument, is_dense_from
 from kvcore.npu.call.memory import Room
-from kvcore.npu.call.tensors import Handles
+from kvcore.npu.call.tensors import TensorHandles
 from kvcore.npu.cann.library import Cann
 from kvcore.soc import SoC
 
-__all__ = ["INDEX_ARGUMENTS", "PLACEHOLDER_BYTES", "Call", "Placed", "optional", "required"]
+__all__ = ["INDEX_ARGUMENTS", "PLACEHOLDER_BYTES", "OperatorCall", "Placed", "optional", "required"]
 
 #: Memory behind a tensor that stands for no array.
 PLACEHOLDER_BYTES = 64
@@ -31,7 +31,7 @@ PLACEHOLDER_BYTES = 64
 Placed = list[Argument | None]
 
 
-class Call:
+class OperatorCall:
     """One operator's call; raises for what this SoC cannot be given.
 
     It is made once for a Spec, from descriptions of the arguments, and reads the Spec's Case; each
@@ -53,8 +53,7 @@ class Call:
 
     def __init__(self, plan: Plan, arguments: list[Argument | None], soc: SoC) -> None:
         # Not the plan itself, which holds what holds this: its arrays must go when it goes.
-        self.operator = plan.operator
-        self.params = plan.params
+        self.operator, _, self.params, _ = plan.request
         self.case: Any = plan.spec.case
         self.spec = plan.spec
         self.soc = soc
@@ -62,7 +61,7 @@ class Call:
         self.copied: set[int] = set()
         self.harm: str | None = None
 
-    def bound(self, arguments: list[Argument | None]) -> Call:
+    def bound(self, arguments: list[Argument | None]) -> OperatorCall:
         """The same call of a plan's own arrays."""
         if self.counts:
             self.check_room(arguments)
@@ -160,7 +159,7 @@ class Call:
         """Take the host values that ``host_values`` asked for, as numpy arrays."""
 
     def phase_one(
-        self, handles: Handles, placed: Placed, room: Room, answer: Argument | None
+        self, handles: TensorHandles, placed: Placed, room: Room, answer: Argument | None
     ) -> list[Any]:
         """The arguments of GetWorkspaceSize but for its two results."""
         raise NotImplementedError
@@ -174,7 +173,7 @@ class Call:
         return None
 
 
-def optional(handles: Handles, argument: Argument | None) -> int | None:
+def optional(handles: TensorHandles, argument: Argument | None) -> int | None:
     """The tensor of an optional argument; NULL without one."""
     return None if argument is None else handles.tensor(argument)
 

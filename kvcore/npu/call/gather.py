@@ -7,9 +7,9 @@ from typing import Any
 
 from kvcore._core.plan import Plan
 from kvcore.npu.call.arrays import Argument
-from kvcore.npu.call.call import Call, Placed, optional, required
+from kvcore.npu.call.call import OperatorCall, Placed, optional, required
 from kvcore.npu.call.memory import Room
-from kvcore.npu.call.tensors import Handles
+from kvcore.npu.call.tensors import TensorHandles
 from kvcore.soc import SoC
 
 __all__ = ["GatherCall"]
@@ -17,7 +17,7 @@ __all__ = ["GatherCall"]
 KEY_CACHE, VALUE_CACHE, TABLES, SEQ_LENS, KEY, VALUE, SEQ_OFFSET = range(7)
 
 
-class GatherCall(Call):
+class GatherCall(OperatorCall):
     """The tokens of each request; the mode goes by its string, whatever the tensors' format."""
 
     function = "aclnnGatherPaKvCache"
@@ -52,7 +52,7 @@ class GatherCall(Call):
         return self.argument("block_tables").shape[0] == 0 or all(one.size == 0 for one in outputs)
 
     def phase_one(
-        self, handles: Handles, placed: Placed, room: Room, answer: Argument | None
+        self, handles: TensorHandles, placed: Placed, room: Room, answer: Argument | None
     ) -> list[Any]:
         """In the operator's order; whether lengths are totals is never left to a default."""
         return [

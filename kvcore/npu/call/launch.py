@@ -21,13 +21,13 @@ from kvcore.errors import KVCoreError, ParamInvalidError, fail
 from kvcore.npu import options
 from kvcore.npu.call import copies, memory
 from kvcore.npu.call.arrays import Argument, describe, place
-from kvcore.npu.call.call import Call
+from kvcore.npu.call.call import OperatorCall
 from kvcore.npu.call.gather import GatherCall
 from kvcore.npu.call.memory import Keep, Room
 from kvcore.npu.call.owners import owner_of
 from kvcore.npu.call.scatter import KeyScatterCall, ScatterCall
 from kvcore.npu.call.selection import SelectionCall
-from kvcore.npu.call.tensors import Handles
+from kvcore.npu.call.tensors import TensorHandles
 from kvcore.npu.call.update import UpdateCall
 from kvcore.npu.call.values import Values
 from kvcore.npu.cann import library
@@ -36,7 +36,7 @@ from kvcore.npu.cann.library import PHASE_ONE, Cann
 __all__ = ["CALLS", "Launch", "memory", "onto", "prepare", "release"]
 
 #: By kvcore's name of the operator.
-CALLS: dict[str, type[Call]] = {
+CALLS: dict[str, type[OperatorCall]] = {
     "scatter_pa_kv_cache": ScatterCall,
     "scatter_pa_cache": KeyScatterCall,
     "kv_cache_update": UpdateCall,
@@ -128,7 +128,7 @@ def prepare(plan: Plan) -> Launch:
 class Launch:
     """One plan's call: queue it, any number of times, one at a time."""
 
-    def __init__(self, form: Form, call: Call) -> None:
+    def __init__(self, form: Form, call: OperatorCall) -> None:
         self._cann = form.cann
         self._form = form
         self._call = call
@@ -177,7 +177,7 @@ class Launch:
             if call.copied:
                 self._place_copies(placed, values, room, index_only=False)
             self._place_uploads(placed, values, room)
-            with Handles(cann) as handles:
+            with TensorHandles(cann) as handles:
                 words = call.phase_one(handles, placed, room, answer)
                 self._run(words, room, stream)
         return call.returned() if answer is None else result

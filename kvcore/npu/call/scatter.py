@@ -8,9 +8,9 @@ from typing import Any
 from kvcore._core.plan import Plan
 from kvcore.errors import fail
 from kvcore.npu.call.arrays import Argument
-from kvcore.npu.call.call import PLACEHOLDER_BYTES, Call, Placed, optional, required
+from kvcore.npu.call.call import PLACEHOLDER_BYTES, OperatorCall, Placed, optional, required
 from kvcore.npu.call.memory import Room
-from kvcore.npu.call.tensors import Handles
+from kvcore.npu.call.tensors import TensorHandles
 from kvcore.soc import SoC
 from kvcore.strides import dense_strides
 
@@ -19,7 +19,7 @@ __all__ = ["KeyScatterCall", "ScatterCall"]
 KEY, KEY_CACHE, SLOTS, VALUE, VALUE_CACHE, LENS, OFFSETS, SEQ_LENS = range(8)
 
 
-class ScatterCall(Call):
+class ScatterCall(OperatorCall):
     """ScatterPaKvCache: every scenario that the SoC has.
 
     Key only (scenario 6, A2 and A3) passes 0-dim tensors for the value and its cache: the tiling
@@ -114,7 +114,7 @@ class ScatterCall(Call):
         return 0 in [self.argument(name).size for name in ("slot_mapping", "key", "key_cache")]
 
     def phase_one(
-        self, handles: Handles, placed: Placed, room: Room, answer: Argument | None
+        self, handles: TensorHandles, placed: Placed, room: Room, answer: Argument | None
     ) -> list[Any]:
         """Note the order: the value comes behind the slots."""
         key = required(placed, KEY)
@@ -153,7 +153,7 @@ class KeyScatterCall(ScatterCall):
         return {}  # nothing is known of what its kernels honour
 
     def phase_one(
-        self, handles: Handles, placed: Placed, room: Room, answer: Argument | None
+        self, handles: TensorHandles, placed: Placed, room: Room, answer: Argument | None
     ) -> list[Any]:
         """Key, cache, slots, what compression needs, mode."""
         return [

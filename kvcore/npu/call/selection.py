@@ -8,9 +8,9 @@ from typing import Any
 from kvcore._core.plan import Plan
 from kvcore.errors import fail
 from kvcore.npu.call.arrays import Argument
-from kvcore.npu.call.call import PLACEHOLDER_BYTES, Call, Placed, required
+from kvcore.npu.call.call import PLACEHOLDER_BYTES, OperatorCall, Placed, required
 from kvcore.npu.call.memory import Room
-from kvcore.npu.call.tensors import Handles
+from kvcore.npu.call.tensors import TensorHandles
 from kvcore.npu.cann.library import Cann
 from kvcore.soc import SoC
 
@@ -19,7 +19,7 @@ __all__ = ["SelectionCall"]
 ROPE, CACHE, TABLE, STATUS, TOPK, FULL_ROPE, FULL_CACHE, FULL_TABLE, KV_LENS, Q_LENS = range(10)
 
 
-class SelectionCall(Call):
+class SelectionCall(OperatorCall):
     """Bring each row's blocks into its selection; the lengths are a new array on the device.
 
     The vendor's kernels leave alone a row without tokens, which kvcore's own empties, and read no
@@ -66,7 +66,7 @@ class SelectionCall(Call):
         return self.argument("selection_kv_block_table").shape[0]
 
     def phase_one(
-        self, handles: Handles, placed: Placed, room: Room, answer: Argument | None
+        self, handles: TensorHandles, placed: Placed, room: Room, answer: Argument | None
     ) -> list[Any]:
         """In the operator definition's order; the block size is passed by value."""
         cache = required(placed, CACHE)

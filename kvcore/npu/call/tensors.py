@@ -18,17 +18,17 @@ from kvcore.npu.call.arrays import Argument, dims_of
 from kvcore.npu.cann.constants import ACL_FORMAT_ND, ACL_SUCCESS
 from kvcore.npu.cann.library import Cann
 
-__all__ = ["Handles"]
+__all__ = ["TensorHandles"]
 
 
-class Handles:
+class TensorHandles:
     """What a call has made; leaving the block destroys it all, in reverse."""
 
     def __init__(self, cann: Cann) -> None:
         self._cann = cann
         self._made: list[tuple[str, int]] = []
 
-    def __enter__(self) -> Handles:
+    def __enter__(self) -> TensorHandles:
         return self
 
     def __exit__(

@@ -20,9 +20,9 @@ import numpy as np
 from kvcore._core.plan import Plan
 from kvcore.dtypes import BY_NAME
 from kvcore.npu.call.arrays import Argument
-from kvcore.npu.call.call import PLACEHOLDER_BYTES, Call, Placed, required
+from kvcore.npu.call.call import PLACEHOLDER_BYTES, OperatorCall, Placed, required
 from kvcore.npu.call.memory import Room
-from kvcore.npu.call.tensors import Handles
+from kvcore.npu.call.tensors import TensorHandles
 from kvcore.soc import SoC
 from kvcore.strides import dense_strides
 
@@ -31,7 +31,7 @@ __all__ = ["UpdateCall"]
 NEW_KV, LAYER_ID, PAST, TOKEN_OFFSET, SEQ_LEN = range(5)
 
 
-class UpdateCall(Call):
+class UpdateCall(OperatorCall):
     """Append each request's tokens to one layer."""
 
     function = "aclnnScatterPaKvCache"
@@ -69,7 +69,7 @@ class UpdateCall(Call):
         return self.argument("past").source
 
     def phase_one(
-        self, handles: Handles, placed: Placed, room: Room, answer: Argument | None
+        self, handles: TensorHandles, placed: Placed, room: Room, answer: Argument | None
     ) -> list[Any]:
         """Key only: 0-dim tensors in the value's place."""
         past, new = required(placed, PAST), required(placed, NEW_KV)

@@ -19,7 +19,7 @@ from kvcore._core import adopt, portability
 from kvcore.npu import options
 from kvcore.npu.call import copies
 from kvcore.npu.call.arrays import Argument
-from kvcore.npu.call.call import INDEX_ARGUMENTS, Call
+from kvcore.npu.call.call import INDEX_ARGUMENTS, OperatorCall
 from kvcore.npu.cann.library import Cann
 
 __all__ = ["Values"]
@@ -34,7 +34,7 @@ class Values:
     copies: by the argument's position.  on_host: those that the caller has on the host.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: OperatorCall) -> None:
         self._names: dict[int, str] = {}
         self.copies: dict[int, NDArray[Any]] = {}
         self.on_host: list[int] = []
