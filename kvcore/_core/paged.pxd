@@ -2,7 +2,7 @@
 from libc.stdint cimport int64_t
 
 from kvcore._core.plan cimport Plan, Spec
-from kvcore._kernels.rows cimport kv_lane
+from kvcore._kernels.lanes cimport kv_lane
 
 ctypedef struct lane_plan:
     int tok_arg

@@ -10,7 +10,8 @@ from libc.stdlib cimport calloc, free
 
 from kvcore._core.plan cimport Plan, Spec
 from kvcore._core.spans cimport Spans, spans_for
-from kvcore._kernels.rows cimport kv_lane, kv_page, kv_tok, rows_job, run_rows
+from kvcore._kernels.lanes cimport kv_lane, kv_page, kv_tok
+from kvcore._kernels.rows cimport rows_job, run_rows
 from kvcore._kernels.scan cimport (
     DISTINCT,
     NO_MEMORY,

@@ -13,7 +13,7 @@ from kvcore._core.arrays cimport MAX_RANK, View
 from kvcore._core.paged cimport PagedSpec
 from kvcore._core.plan cimport Plan
 from kvcore._core.spans cimport Spans, spans_for
-from kvcore._kernels.rows cimport kv_lane
+from kvcore._kernels.lanes cimport kv_lane
 from kvcore._kernels.strided cimport scatter_strided, strided_loop
 
 #: Loops in a token that the kernel of rows.pyx knows.

@@ -17,7 +17,7 @@ from libc.string cimport memset
 from kvcore._core.plan cimport Plan, Spec
 from kvcore._core.spans cimport Spans, spans_for
 from kvcore._kernels.isa cimport streaming_threshold
-from kvcore._kernels.rows cimport kv_page
+from kvcore._kernels.lanes cimport kv_page
 from kvcore._kernels.scan cimport NO_MEMORY, load_indices
 from kvcore._kernels.windows cimport (
     pick_mean,

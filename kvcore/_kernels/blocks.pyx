@@ -13,6 +13,7 @@ from libc.stdint cimport int64_t
 from libc.string cimport memcpy
 
 from kvcore._kernels.isa cimport active, kv_isa
+from kvcore._kernels.lanes cimport kv_copy, kv_inside
 from kvcore._kernels.parallel cimport run_chunks
 from kvcore._kernels.select cimport (
     EXCHANGE,
@@ -29,10 +30,6 @@ from kvcore._kernels.select cimport (
     tail_of,
     write_status,
 )
-
-cdef extern from "lanes.h" nogil:
-    void kv_copy(char* dst, const char* src, int64_t n)
-    void kv_inside(const char* lo, const char* hi, const char* p, int64_t n, const char* what)
 
 cdef extern from *:
     """

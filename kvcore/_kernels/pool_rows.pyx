@@ -8,7 +8,7 @@ Addresses come from the caller, who has checked every extent; the numbers in ``s
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 
 from kvcore._kernels.parallel cimport run_chunks
-from kvcore._kernels.rows cimport kv_copy, kv_inside
+from kvcore._kernels.lanes cimport kv_copy, kv_inside
 
 cdef enum:
     NONE = -1

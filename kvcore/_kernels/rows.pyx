@@ -18,6 +18,7 @@ from kvcore._kernels.isa cimport (
     kv_will_write,
     streaming_threshold,
 )
+from kvcore._kernels.lanes cimport kv_copy, kv_inside, kv_lane, kv_page, kv_tok
 from kvcore._kernels.parallel cimport run_chunks
 from kvcore._kernels.scan cimport strictly_increasing
 from kvcore._kernels.tiles cimport copy_tiles

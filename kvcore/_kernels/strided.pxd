@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from libc.stdint cimport int64_t
 
-from kvcore._kernels.rows cimport kv_lane
+from kvcore._kernels.lanes cimport kv_lane
 
 # One loop over pieces: how many there are, and the byte step between them on either side.
 ctypedef struct strided_loop:

@@ -7,7 +7,7 @@ tensor whose axes were permuted and sliced at will has more.
 
 from libc.stdint cimport int64_t
 
-from kvcore._kernels.rows cimport kv_copy, kv_inside, kv_lane
+from kvcore._kernels.lanes cimport kv_copy, kv_inside, kv_lane
 
 
 cdef void copy_loops(

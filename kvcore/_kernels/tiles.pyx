@@ -10,7 +10,7 @@ columns ahead.  Tokens that come by slot (``order``) find their neighbours in th
 from libc.stdint cimport int32_t, int64_t
 
 from kvcore._kernels.isa cimport kv_cells, kv_isa, kv_will_read
-from kvcore._kernels.rows cimport kv_inside, kv_lane, kv_page, kv_tok
+from kvcore._kernels.lanes cimport kv_inside, kv_lane, kv_page, kv_tok
 
 cdef enum:
     WINDOW = 32      # tokens written together when their slots are no run

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from libc.stdint cimport int64_t
 
-from kvcore._kernels.rows cimport kv_lane
+from kvcore._kernels.lanes cimport kv_lane
 
 # kv_add and kv_mean of means.h, which only windows.pyx may include: it holds tables.
 ctypedef void (*add_t)(

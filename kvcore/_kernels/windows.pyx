@@ -16,8 +16,8 @@ from libc.stdlib cimport calloc, free, qsort
 from libc.string cimport memset
 
 from kvcore._kernels.isa cimport active, kv_isa
+from kvcore._kernels.lanes cimport kv_copy, kv_inside, kv_page
 from kvcore._kernels.parallel cimport run_chunks
-from kvcore._kernels.rows cimport kv_copy, kv_inside, kv_page
 from kvcore._kernels.scan cimport DISTINCT, NO_MEMORY, REPEATED, map_fits
 
 ctypedef void (*stream_t)(char* dst, const char* src, int64_t n) noexcept nogil

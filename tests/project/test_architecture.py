@@ -289,3 +289,16 @@ def test_no_rule_compares_the_name_of_a_machine(path: Path) -> None:
     """What sets one machine apart is a field of its table in kvcore/soc."""
     compared = re.findall(r"""(?:[!=]=|\bin \() *["'](?:A2|A3|950)["']""", path.read_text())
     assert place(path) == "cli" or not compared
+
+
+def test_compiled_modules_of_one_folder_import_each_other_in_no_circle() -> None:
+    """A declaration that two modules need stands in a third."""
+    needs: dict[str, set[str]] = {}
+    for path in COMPILED:
+        own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found = {module for kind, module in imports_of(path) if kind == "cimport"}
+        needs.setdefault(own, set()).update(found - {own})
+    while needs:
+        free = {name for name, others in needs.items() if not others & set(needs)}
+        assert free, f"a circle among {sorted(needs)}"
+        needs = {name: others for name, others in needs.items() if name not in free}
