@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
+from sys import _getframe
 from typing import Literal
 
 from kvcore.errors import KVPortabilityWarning, ParamInvalidError
@@ -48,7 +48,7 @@ def warn(text: str) -> None:
     # no way to walk: CPython forgets there that memory ran out, and a SystemError follows.)
     level = 1
     try:
-        while _is_ours(sys._getframe(level).f_globals.get("__name__")):
+        while _is_ours(_getframe(level).f_globals.get("__name__")):
             level += 1
     except ValueError:  # nobody called into the package
         level -= 1

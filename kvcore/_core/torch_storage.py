@@ -40,7 +40,7 @@ def questions() -> Questions | None:
         probe = torch.empty(7, dtype=torch.int16)[2:5]
         size = type(probe).__basicsize__ // 8
         words = list((ctypes.c_uint64 * size).from_address(id(probe)))
-        tensor_at = 8 * words.index(probe._cdata)
+        tensor_at = 8 * words.index(probe._cdata)  # noqa: SLF001 (no public name has it)
         folder = Path(torch.__file__).parent / "lib"
         (found,) = [folder / name for name in LIBRARIES if (folder / name).exists()]
         library = ctypes.CDLL(str(found))

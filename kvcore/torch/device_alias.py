@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, _register_device_module
+from torch._C import _get_privateuse1_backend_name
+from torch._C._nn import _parse_to
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
+from torch.utils._device import _device_constructors
 
 from kvcore.errors import BackendUnavailableError, fail
 
@@ -24,7 +27,7 @@ __all__ = ["DeviceAlias", "is_on_npu", "name_spare_backend", "place"]
 NPU = "npu"
 TAG = "_kvcore_on_npu"
 #: They only name a device, and what they make of it comes back as an argument of other functions.
-NAMING = (torch.device, torch._C._nn._parse_to)
+NAMING = (torch.device, _parse_to)
 #: They share memory with what is no tensor, where a device has to copy.
 ADOPTING = (torch.as_tensor, torch.asarray, torch.from_dlpack)
 
@@ -64,7 +67,7 @@ class DeviceAlias(TorchFunctionMode):  # type: ignore[misc]
         for name, value in keywords.items():
             if _is_npu(value):
                 keywords[name] = torch.device("cpu")
-        if target is not None and func in _device._device_constructors():
+        if target is not None and func in _device_constructors():
             keywords.setdefault("device", torch.device("cpu"))
         result = func(*args, **keywords)
         if target is None or "out" in keywords:
@@ -89,7 +92,7 @@ def _target(func: Any, args: Any, keywords: dict[str, Any]) -> bool | None:
             return _is_npu(value)
     if keywords.get("device") is not None:
         return False
-    if func in _device._device_constructors() and _is_npu(_device.CURRENT_DEVICE):
+    if func in _device_constructors() and _is_npu(_device.CURRENT_DEVICE):
         return True
     return None
 
@@ -170,13 +173,13 @@ def name_spare_backend() -> None:
     A process in which it was given already is as good.  ParamInvalidError when it was given to
     another device.
     """
-    named = torch._C._get_privateuse1_backend_name()
+    named = _get_privateuse1_backend_name()
     if named == "privateuseone":
         torch.utils.rename_privateuse1_backend(NPU)
     elif named != NPU:
         fail("device_alias", "a process whose spare backend has no name or 'npu'", repr(named))
     if not hasattr(torch, NPU):
-        torch._register_device_module(NPU, _without_a_device())
+        _register_device_module(NPU, _without_a_device())
 
 
 def _without_a_device() -> types.ModuleType:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch._C import _dispatch_get_all_op_names
+from torch._ops import OpOverload, OpOverloadPacket
 
 from kvcore import soc as _soc
 from kvcore.errors import KVCoreError, ParamInvalidError, fail
@@ -104,11 +106,23 @@ class Installation:
 
     # -- setting up
 
+    def set_up(self, device_alias: bool) -> None:
+        """Register the operators and put them on the namespace; all of it or nothing."""
+        try:
+            self._register()
+            self._fill()
+            if device_alias:
+                self._undo.enter_context(DeviceAlias())
+        except BaseException:
+            self._undo.close()
+            raise
+
     def _register(self) -> None:
         libraries = {}
         for name in NAMESPACES:
             library = libraries[name] = torch.library.Library(name, "FRAGMENT")
-            self._undo.callback(library._destroy)
+            # There is no public way to take a library's operators back.
+            self._undo.callback(library._destroy)  # noqa: SLF001
         for operator in (*vendor.OPERATORS, vendor.SWAP):
             library = libraries[operator.namespace]
             read = Arguments(operator.schema)
@@ -217,14 +231,7 @@ def install(
         if device_alias:
             name_spare_backend()
         made = Installation(ns, found, device, recorder)
-        try:
-            made._register()
-            made._fill()
-            if device_alias:
-                made._undo.enter_context(DeviceAlias())
-        except BaseException:
-            made._undo.close()
-            raise
+        made.set_up(device_alias)
         _active = made
     return made
 
@@ -236,13 +243,14 @@ def _retire() -> None:
         own |= {operator.name, f"{operator.name}_functional"}
     for space in NAMESPACES:
         for name, packet in list(vars(getattr(torch.ops, space)).items()):
-            if name not in own or not isinstance(packet, torch._ops.OpOverloadPacket):
+            if name not in own or not isinstance(packet, OpOverloadPacket):
                 continue
             refuse = functools.partial(_refuse, name)
             for kept in vars(packet).values():
-                if isinstance(kept, torch._ops.OpOverload):
-                    kept._op = refuse
-            packet._op = refuse
+                if isinstance(kept, OpOverload):
+                    # What torch calls for an operator has no public name.
+                    kept._op = refuse  # noqa: SLF001
+            packet._op = refuse  # noqa: SLF001
 
 
 def _refuse(name: str, *args: Any, **keywords: Any) -> NoReturn:
@@ -321,7 +329,7 @@ def _check_free(ns: Any) -> None:
     real = sys.modules.get("torch_npu")
     if getattr(real, "__file__", None):
         fail("ns", "a process without torch_npu", f"torch_npu loaded from {real.__file__}")  # type: ignore[union-attr]
-    known = torch._C._dispatch_get_all_op_names()
+    known = _dispatch_get_all_op_names()
     own = {operator.name for operator in vendor.OPERATORS} | {vendor.SWAP.name}
     taken = sorted(
         name

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
+from sys import _getframe
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import KVCoreError, ParamInvalidError
@@ -107,7 +107,7 @@ def renamed(error: KVCoreError, names: Mapping[str, str]) -> KVCoreError:
 
 def call_site() -> str:
     """File and line of the caller's program."""
-    frame = sys._getframe(1)
+    frame = _getframe(1)
     while frame.f_back is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _OURS:
             break

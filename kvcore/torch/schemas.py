@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C import parse_schema
 from torch._subclasses import FakeTensor
 
 from kvcore._core.arrays import read
@@ -97,7 +98,7 @@ class Arguments:
     """Reads the arguments of a call by a schema's names."""
 
     def __init__(self, schema: str) -> None:
-        self.schema = torch._C.parse_schema(schema)
+        self.schema = parse_schema(schema)
         self.names = [argument.name for argument in self.schema.arguments]
         self.written = {
             argument.name for argument in self.schema.arguments if _is_written(argument)

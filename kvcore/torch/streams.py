@@ -103,7 +103,13 @@ class Streams:
     def of(self, raw: RuntimeStream) -> Stream:
         """``ns.npu``'s object for a stream of the runtime, the same one each time."""
         found = self._known.get(raw)
-        return Stream._around(self, raw) if found is None else found
+        return self.made_of(raw, Stream) if found is None else found
+
+    def made_of(self, raw: RuntimeStream, kind: type[Stream]) -> Stream:
+        """A new object of that class for a stream of the runtime, or the one that it has."""
+        made = object.__new__(kind)
+        made.streams, made.raw = self, raw
+        return self._known.setdefault(raw, made)
 
     def close(self, kind: Any = None, error: Any = None, trace: Any = None) -> None:
         """Leave the device if it was opened here; raises what it has not told anybody yet."""
@@ -168,13 +174,7 @@ class Stream:
         """A new stream of the installation's device."""
         streams = active()
         _check_device(device)
-        return cls._around(streams, streams.device.stream("npu"))
-
-    @classmethod
-    def _around(cls, streams: Streams, raw: RuntimeStream) -> Stream:
-        made = object.__new__(cls)
-        made.streams, made.raw = streams, raw
-        return streams._known.setdefault(raw, made)
+        return streams.made_of(streams.device.stream("npu"), cls)
 
     def wait_stream(self, stream: Stream) -> None:
         """Order what comes here behind what the other stream has."""

@@ -18,6 +18,7 @@ from tensors import WITHOUT_TORCH
 
 torch = pytest.importorskip("torch", reason=WITHOUT_TORCH)
 import kvcore.torch  # noqa: E402
+from kvcore.torch import device_alias  # noqa: E402
 from kvcore.torch.device_alias import is_on_npu  # noqa: E402
 
 
@@ -230,7 +231,7 @@ def test_without_the_alias_there_is_a_name_but_no_device() -> None:
 
 
 def test_a_name_that_another_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "other")
+    monkeypatch.setattr(device_alias, "_get_privateuse1_backend_name", lambda: "other")
     ns = types.ModuleType("torch_npu")
     with pytest.raises(
         kvcore.ParamInvalidError,

@@ -144,6 +144,11 @@ class Pool:
             with contextlib.suppress(KVCoreError):
                 self._free(event, blocks)
 
+    def collect_backlog(self) -> None:
+        """Collect where much waits to be freed."""
+        if len(self._retired) > BACKLOG:
+            self.collect()
+
     def _has_passed(self, event: int) -> bool:
         state = ctypes.c_int32(-1)
         return (
@@ -254,8 +259,7 @@ class Room:
                     self.keep(block)
             elif self.pool is not None:
                 self.pool.retire(new)
-                if len(self.pool._retired) > BACKLOG:
-                    self.pool.collect()
+                self.pool.collect_backlog()
         finally:
             if self.pool is not None:
                 self.pool.lock.release()

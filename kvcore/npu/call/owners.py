@@ -105,13 +105,14 @@ class TorchOwner(Owner):
         self._torch()
         return int(sys.modules["torch_npu"].npu.current_stream(self.device_id).npu_stream)
 
-    def _empty(self, count: int, dtype: str) -> Any:
+    def make_empty(self, count: int, dtype: str) -> Any:
+        """A new tensor [count] on the device of the arrays."""
         torch = self._torch()
         return torch.empty((count,), dtype=getattr(torch, dtype), device=self.like.source.device)
 
     def empty(self, rows: int) -> tuple[Any, Argument]:
         """A tensor on the same device."""
-        tensor = self._empty(rows, "int32")
+        tensor = self.make_empty(rows, "int32")
         storage = tensor.untyped_storage()
         place = tensor.data_ptr(), storage.data_ptr(), storage.nbytes()
         return tensor, _answer(tensor, rows, place, self.device_id)
@@ -142,7 +143,7 @@ class TorchRoom(Room):
 
     def take(self, purpose: str, nbytes: int) -> int:
         """Bytes that only work on this launch's stream touches."""
-        tensor = self._owner._empty(nbytes + self.PADDING_BYTES, "uint8")
+        tensor = self._owner.make_empty(nbytes + self.PADDING_BYTES, "uint8")
         self._tensors.append(tensor)
         return int(tensor.data_ptr())
 

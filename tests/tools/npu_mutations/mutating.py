@@ -90,7 +90,12 @@ def never(name: str) -> Break:
 
 def tensor(patch: Patch, change: Callable[..., tuple[Any, ...]]) -> None:
     """Tensors made of ``change(kind, dims, strides, offset, storage dims, address)``."""
-    wrap(patch, tensors.Handles, "_tensor", lambda original, self, *g: original(self, *change(*g)))
+    wrap(
+        patch,
+        tensors.TensorHandles,
+        "_tensor",
+        lambda original, self, *g: original(self, *change(*g)),
+    )
 
 
 def words(patch: Patch, kind: Any, change: Callable[[list[Any]], Any]) -> None:

@@ -123,7 +123,7 @@ def the_record_takes_the_stream_first(patch: Patch) -> None:
 
 @mutation
 def tensors_are_never_destroyed(patch: Patch) -> None:
-    patch.setattr(tensors.Handles, "__exit__", lambda self, *rest: None)
+    patch.setattr(tensors.TensorHandles, "__exit__", lambda self, *rest: None)
 
 
 @mutation
@@ -134,7 +134,7 @@ def tensors_are_destroyed_twice(patch: Patch) -> None:
         self._made = made
         original(self, *rest)
 
-    wrap(patch, tensors.Handles, "__exit__", around)
+    wrap(patch, tensors.TensorHandles, "__exit__", around)
 
 
 @mutation
@@ -142,7 +142,7 @@ def tensors_are_destroyed_between_the_phases(patch: Patch) -> None:
     open_handles: list[Any] = []
     wrap(
         patch,
-        tensors.Handles,
+        tensors.TensorHandles,
         "__enter__",
         lambda original, self: open_handles.append(self) or original(self),
     )
@@ -329,7 +329,7 @@ def a_layer_is_always_the_first(patch: Patch) -> None:
 def keys_are_passed_as_views(patch: Patch) -> None:
     wrap(
         patch,
-        call.Call,
+        call.OperatorCall,
         "settle_strides",
         lambda original, self, free: original(self, free | {"key": 2, "value": 2}),
     )

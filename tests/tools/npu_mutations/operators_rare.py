@@ -275,7 +275,7 @@ def empty_calls_are_made(patch: Patch) -> None:
 
 @mutation(rare.what_kernels_do_wrong)
 def the_table_is_not_asked(patch: Patch) -> None:
-    patch.setattr(call.Call, "ask_the_table", lambda self: None)
+    patch.setattr(call.OperatorCall, "ask_the_table", lambda self: None)
 
 
 @mutation(rare.caches_strided_within_their_blocks)
@@ -283,7 +283,7 @@ def inner_strides_of_caches_are_passed(patch: Patch) -> None:
     the_table_is_not_asked(patch)  # which would refuse them too
     wrap(
         patch,
-        call.Call,
+        call.OperatorCall,
         "settle_strides",
         lambda original, self, free: original(self, free | {"key_cache": 3, "value_cache": 3}),
     )
