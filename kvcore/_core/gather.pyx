@@ -19,20 +19,20 @@ cdef class GatherSpec(PagedSpec):
     cdef int64_t batch, columns, blocks, block_size
     cdef bint totals
 
-    def __init__(self, outputs, lanes, num_tokens, batch, columns, blocks, block_size, totals,
-                 table_arg, length_arg, offset_arg, words, warnings=(), soc=None):
+    def __init__(self, outputs, lanes, dict sizes, index_args, words, warnings=(), soc=None):
+        # sizes: tokens, batch, columns, blocks, block_size, totals.  index_args: tables, lengths,
+        # offsets; -1 without these.
+        blocks, block_size = sizes["blocks"], sizes["block_size"]
         PagedSpec.__init__(
-            self, outputs, lanes, num_tokens, max(block_size, 1),
+            self, outputs, lanes, sizes["tokens"], max(block_size, 1),
             min(blocks * block_size, 2**63 - 1), words, True, warnings, soc
         )
-        self.batch = batch
-        self.columns = columns
+        self.batch = sizes["batch"]
+        self.columns = sizes["columns"]
         self.blocks = blocks
         self.block_size = block_size
-        self.totals = totals
-        self.table_arg = table_arg
-        self.length_arg = length_arg
-        self.offset_arg = -1 if offset_arg is None else offset_arg
+        self.totals = sizes["totals"]
+        self.table_arg, self.length_arg, self.offset_arg = index_args
 
     cdef int64_t stored(self) noexcept:
         # Tokens without bytes need no slot; there may be any number of them.

@@ -368,19 +368,19 @@ cdef class AppendSpec(PagedSpec):
     cdef object layer
     cdef int layer_arg, offset_arg, length_arg
 
-    def __init__(self, outputs, lanes, num_tokens, batch, max_seq, layers, layer_stride, layer,
-                 layer_arg, offset_arg, length_arg, words, warnings=(), soc=None):
+    def __init__(self, outputs, lanes, dict sizes, layer, index_args, words, warnings=(), soc=None):
+        # sizes: tokens, batch, max_seq, layers, layer_stride.  layer: a number, or None where
+        # index_args[0] is the array that holds it; behind that offsets and lengths.
+        max_seq = sizes["max_seq"]
         PagedSpec.__init__(
-            self, outputs, lanes, num_tokens, max_seq if max_seq > 0 else 1, batch * max_seq, words,
-            False, warnings, soc
+            self, outputs, lanes, sizes["tokens"], max_seq if max_seq > 0 else 1,
+            sizes["batch"] * max_seq, words, False, warnings, soc
         )
-        self.batch = batch
+        self.batch = sizes["batch"]
         self.max_seq = max_seq
-        self.layers = layers
-        self.layer_stride = layer_stride
-        self.layer_arg = layer_arg
-        self.offset_arg = offset_arg
-        self.length_arg = length_arg
+        self.layers = sizes["layers"]
+        self.layer_stride = sizes["layer_stride"]
+        self.layer_arg, self.offset_arg, self.length_arg = index_args
         self.layer = layer
 
     cdef int64_t layer_of(self, Plan plan) except -1:

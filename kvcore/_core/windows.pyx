@@ -59,10 +59,12 @@ cdef class WindowsSpec(Spec):
     """
 
     def __init__(
-        self, outputs, lanes, *, batch, num_heads, num_tokens, longest, block_size, num_slots,
-        kind, slot_arg, window_arg, offset_arg, length_arg, words, warnings=(), soc=None,
+        self, outputs, lanes, dict sizes, int kind, index_args, words, warnings=(), soc=None,
     ):
+        # sizes: batch, heads, tokens, longest (-1: any), block_size, slots.  kind: row of the
+        # kernel's means; -1: none.  index_args: slots, windows, offsets (-1: none), lengths.
         Spec.__init__(self, outputs, warnings, soc)
+        num_heads, num_tokens, block_size = sizes["heads"], sizes["tokens"], sizes["block_size"]
         self.n_lanes = 0
         total = 0
         for lane in lanes:
@@ -74,17 +76,14 @@ cdef class WindowsSpec(Spec):
             total += num_heads * lane.items * lane.item_bytes
             self.n_lanes += 1
         self.token_bytes = min(total, INT64_MAX)
-        self.batch = batch
+        self.batch = sizes["batch"]
         self.num_heads = num_heads
         self.num_tokens = num_tokens
         self.most = min(num_tokens * int(self.token_bytes), INT64_MAX)
-        self.longest = longest
-        self.num_slots = num_slots
+        self.longest = sizes["longest"]
+        self.num_slots = sizes["slots"]
         self.kind = kind
-        self.slot_arg = slot_arg
-        self.window_arg = window_arg
-        self.offset_arg = offset_arg
-        self.length_arg = length_arg
+        self.slot_arg, self.window_arg, self.offset_arg, self.length_arg = index_args
         self.words = words
 
     cdef bint empty(self) noexcept:

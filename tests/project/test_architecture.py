@@ -302,3 +302,44 @@ def test_compiled_modules_of_one_folder_import_each_other_in_no_circle() -> None
         free = {name for name, others in needs.items() if not others & set(needs)}
         assert free, f"a circle among {sorted(needs)}"
         needs = {name: others for name, others in needs.items() if name not in free}
+
+
+#: Functions of more parameters than a reader holds in mind; the operators have the vendor's.
+MANY_PARAMETERS = {
+    "scatter_pa_kv_cache",
+    "gather_pa_kv_cache",
+    "gather_selection_kv_cache",
+    # Until they are cut: the kernel behind the device pools, and two references of the emulator.
+    "kvcore/_kernels/pool_rows.pyi:serve",
+    "kvcore/emulator/reference/kv_write.py:_run",
+    "kvcore/emulator/reference/kv_write.py:_check",
+}
+MOST_PARAMETERS = 12
+
+
+def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    given = function.args
+    names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    names += [one.arg for one in (given.vararg, given.kwarg) if one is not None]
+    return names[1:] if names[:1] in (["self"], ["cls"]) else names
+
+
+def test_no_function_takes_many_parameters() -> None:
+    """Plan functions, questions and scenario_of have their operators' by themselves."""
+    found = set()
+    for path in files(".py", ".pyi"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if len(parameters_of(node)) > MOST_PARAMETERS:
+                place_ = f"{path.relative_to(ROOT)}:{node.name}"
+                found.add(node.name if node.name in MANY_PARAMETERS else place_)
+    assert found == MANY_PARAMETERS
+
+
+@pytest.mark.parametrize("path", named(COMPILED))
+def test_compiled_sources_reach_into_no_other_object(path: Path) -> None:
+    """What ruff's SLF001 says of Python sources."""
+    text = IMPORT.sub("", re.sub(r"#[^\n]*", "", code_of(path)))
+    text = re.sub(r"(?<![\w.])(?:self|cls)\._", "", text)
+    assert re.findall(r"[\w)\]]\._(?!_)\w+", text) == []
