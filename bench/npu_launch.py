@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "aclnn"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "npu"))
 
 import numpy as np
 from double import build
