@@ -7,18 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcore._core.plan import Plan
+from kvcore.npu.index_arguments import INDEX_ARGUMENTS
 
-__all__ = ["INDEX_ARGUMENTS", "AclnnBackend"]
-
-#: Index arrays: small, and accepted on the host where the backend is named.
-INDEX_ARGUMENTS = frozenset(
-    {
-        *("slot_mapping", "compress_lens", "compress_seq_offset", "seq_lens"),
-        *("block_tables", "seq_offset", "layer_id", "token_offset", "seq_len"),
-        *("selection_topk_indices", "full_kv_block_table"),
-        *("full_kv_actual_seq", "full_q_actual_seq"),
-    }
-)
+__all__ = ["AclnnBackend"]
 
 
 class AclnnBackend:

@@ -16,11 +16,11 @@ from kvcore._core.portability import Harm
 from kvcore.dtypes import DType
 from kvcore.errors import fail
 from kvcore.npu import options
-from kvcore.npu.backend import INDEX_ARGUMENTS
 from kvcore.npu.call.arrays import Argument, is_dense_from
 from kvcore.npu.call.memory import Room
 from kvcore.npu.call.tensors import TensorHandles
 from kvcore.npu.cann.library import Cann
+from kvcore.npu.index_arguments import INDEX_ARGUMENTS
 from kvcore.soc import SoC
 
 __all__ = ["INDEX_ARGUMENTS", "PLACEHOLDER_BYTES", "OperatorCall", "Placed", "optional", "required"]
