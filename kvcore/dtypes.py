@@ -77,6 +77,29 @@ DATA_DTYPES: tuple[DType, ...] = TABLE[:14]
 INDEX_DTYPES: tuple[DType, ...] = (BY_NAME["int32"], BY_NAME["int64"])
 
 
+#: (code, bits, lanes) of DLPack 1.1 (dlpack.h) by a type's name, for types that numpy does not
+#: have; float4 is packed two a byte.  Those without a row above are for the runtime's buffers only.
+DLPACK_BEYOND_NUMPY: dict[str, tuple[int, int, int]] = {
+    "bfloat16": (4, 16, 1),
+    "float8_e3m4": (7, 8, 1),
+    "float8_e4m3": (8, 8, 1),
+    "float8_e4m3b11fnuz": (9, 8, 1),
+    "float8_e4m3fn": (10, 8, 1),
+    "float8_e4m3fnuz": (11, 8, 1),
+    "float8_e5m2": (12, 8, 1),
+    "float8_e5m2fnuz": (13, 8, 1),
+    "float8_e8m0fnu": (14, 8, 1),
+    "float4_e2m1": (17, 4, 2),
+}
+#: The same for all types.
+DLPACK: dict[str, tuple[int, int, int]] = {
+    **{f"int{bits}": (0, bits, 1) for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": (1, bits, 1) for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": (2, bits, 1) for bits in (16, 32, 64)},
+    "bool": (6, 8, 1),
+    **DLPACK_BEYOND_NUMPY,
+}
+
 #: Names that torch has for rows of the table.
 TORCH_NAMES = {"float4_e2m1fn_x2": "float4_e2m1"}
 

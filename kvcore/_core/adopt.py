@@ -64,7 +64,7 @@ def numpy_dtype(row: dtypes.DType) -> np.dtype[Any] | None:
     kind: np.dtype[Any] | None = None
     if row.packed:
         return None
-    if row.name in ("bfloat16", "float8_e5m2", "float8_e4m3fn"):
+    if hasattr(ml_dtypes, row.name):
         kind = np.dtype(getattr(ml_dtypes, row.name))
     elif row.name == "hifloat8":
         # en_dtypes is optional and slow to import: its arrays are known by name once they appear.

@@ -1,4 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+from kvcore.dtypes import DLPACK as DLPACK
+from kvcore.dtypes import DLPACK_BEYOND_NUMPY as DLPACK_BEYOND_NUMPY
+
+BEYOND_NUMPY: dict[str, tuple[int, int, int]]
 NAMES: dict[tuple[int, int], str]
 
 class Tensor:

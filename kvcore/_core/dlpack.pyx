@@ -12,17 +12,14 @@ from cpython.pycapsule cimport (
 )
 from libc.stdint cimport SIZE_MAX
 
+from kvcore.dtypes import DLPACK, DLPACK_BEYOND_NUMPY
 from kvcore.strides import dense_strides
 
-# Names of DLPack's (code, bits).
-NAMES = {
-    (0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64",
-    (1, 8): "uint8", (1, 16): "uint16", (1, 32): "uint32", (1, 64): "uint64",
-    (2, 16): "float16", (2, 32): "float32", (2, 64): "float64",
-    (4, 16): "bfloat16", (6, 8): "bool",
-    (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2",
-}
-cdef object FLOAT4_X2 = (17, 4, 2)  # kDLFloat4_e2m1fn, two lanes: packed
+# The runtime, which does not know the table of types, takes these from here.
+BEYOND_NUMPY = DLPACK_BEYOND_NUMPY
+# Names by (code, bits), of types that are not packed.
+NAMES = {(code, bits): name for name, (code, bits, lanes) in DLPACK.items() if lanes == 1}
+cdef object FLOAT4_X2 = DLPACK["float4_e2m1"]
 
 
 cdef class Tensor:

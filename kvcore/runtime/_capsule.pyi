@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from typing import Any
 
-TYPES: dict[str, tuple[int, int, int]]
+from kvcore._core.dlpack import BEYOND_NUMPY as BEYOND_NUMPY
 
 def retype(capsule: Any, name: str) -> Any: ...

@@ -8,26 +8,18 @@ and the way to give it back.  Here the element type is written over.
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 
 from kvcore._core.dlpack cimport kv_dl_managed, kv_dl_type, kv_dl_versioned
-
-#: (code, bits, lanes) of DLPack 1.1 by the element type's name.  float4 is packed two a byte.
-TYPES = {
-    "bfloat16": (4, 16, 1),
-    "float8_e3m4": (7, 8, 1),
-    "float8_e4m3": (8, 8, 1),
-    "float8_e4m3b11fnuz": (9, 8, 1),
-    "float8_e4m3fn": (10, 8, 1),
-    "float8_e4m3fnuz": (11, 8, 1),
-    "float8_e5m2": (12, 8, 1),
-    "float8_e5m2fnuz": (13, 8, 1),
-    "float8_e8m0fnu": (14, 8, 1),
-    "float4_e2m1": (17, 4, 2),
-}
+from kvcore._core.dlpack import BEYOND_NUMPY
 
 
 def retype(object capsule, str name):
-    """Give an unused capsule of unsigned integers the type of that name; returns the capsule."""
+    """Give an unused capsule of unsigned integers the type of that name, if numpy lacks the type.
+
+    Returns the capsule.
+    """
     cdef kv_dl_type* dtype
-    cdef tuple kind = TYPES[name]
+    if name not in BEYOND_NUMPY:
+        return capsule
+    cdef tuple kind = BEYOND_NUMPY[name]
     if PyCapsule_IsValid(capsule, b"dltensor_versioned"):
         dtype = &(<kv_dl_versioned*>PyCapsule_GetPointer(
             capsule, b"dltensor_versioned")).dl_tensor.dtype

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from kvcore._core import adopt
 from kvcore.errors import DeviceOutOfMemoryError, KVCoreError, ParamInvalidError
-from kvcore.runtime._capsule import TYPES, retype
+from kvcore.runtime._capsule import retype
 from kvcore.runtime._storage import BufferCore, Ledger, Storage
 
 __all__ = [
@@ -371,7 +371,7 @@ class Buffer(BufferCore):
         if array.dtype.kind not in "biufc" or array.dtype.isbuiltin == _REGISTERED:
             array = array.view(f"u{array.itemsize}")
         capsule = array.__dlpack__(**options)
-        return retype(capsule, self.dtype) if self.dtype in TYPES else capsule
+        return retype(capsule, self.dtype)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0)  # kDLCPU
