@@ -266,6 +266,8 @@ def two_branches_of_a_graph(torch: Any, npu: Any, fault: bool) -> None:
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
         main = torch.npu.current_stream()
+        while side == main:  # a device has 32 streams: two objects may be one
+            side = torch.npu.Stream()
         side.wait_stream(main)
         x.add_(1)  # earlier
         if not fault:
