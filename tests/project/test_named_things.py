@@ -30,6 +30,8 @@ MADE = {"kvcore/_cython_shared"}
 def resolves(name: str) -> bool:
     """Whether a dotted name is a module, or an attribute reached from one."""
     parts = name.split(".")
+    if ROOT.joinpath(*parts).with_suffix(".pxd").exists():  # declarations alone: nothing to import
+        return True
     for length in range(len(parts), 0, -1):
         try:
             found = importlib.import_module(".".join(parts[:length]))

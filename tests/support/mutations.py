@@ -255,6 +255,8 @@ def input_overlaps_output(draw: Draw, case: Case) -> IllegalCase | None:
     if not pairs:
         return None
     name, output = draw(st.sampled_from(pairs))
+    if name in ("key", "value") and any(case.arguments.get("offsets") or ()):
+        return None  # Nct reads that far behind the view's first element: perhaps no shared byte
     alias = _aliased(case, name, output)
     if alias is None:
         return None
