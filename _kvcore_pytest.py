@@ -266,7 +266,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[Any]:
 
 
 @pytest.hookimpl(wrapper=True, specname="pytest_runtest_call")
-def _settle_installation(item: pytest.Item) -> Iterator[Any]:
+def pytest_runtest_call_settle(item: pytest.Item) -> Iterator[Any]:
     """Have an installation that outlives the test tell its races in the test that made them."""
     installed = sys.modules.get("kvcore.torch.installation")
     if installed is None or not item.config.getoption("--kvcore-races") or _mark(item) is None:
