@@ -417,6 +417,34 @@ async def test_a_stream_at_rest_behind_a_failure_that_no_event_can_tell(
         await WAITS[wait](stream)
 
 
+@pytest.mark.parametrize("refused", [True, False])
+@pytest.mark.parametrize("wait", WAITS)
+async def test_nothing_runs_on_behind_a_wait_that_no_event_can_tell(
+    npu: Double, wait: str, refused: bool
+) -> None:
+    """Whoever was told that the stream has failed may use its arrays for something else."""
+    async with kvcore.Device(backend="aclnn") as dev:
+        stream, there, host = work(dev)
+        stream.fill(there, 0)
+        await stream.synchronize()
+        with host.host("w") as rows:
+            rows[...] = 1
+        npu.runtime.kvdouble_hold(True)
+        stream.copy(there, host)
+        if refused:
+            npu.fail("aclrtRecordEvent", 1, 507000)
+            with pytest.raises(kvcore.StreamError, match="507000"):
+                await WAITS[wait](stream)
+            with host.host("w") as rows:
+                rows[...] = 2
+        npu.runtime.kvdouble_hold(False)
+        await WAITS[wait](stream)
+        seen = dev.empty_host(64)
+        stream.copy(seen, there)
+        await stream.synchronize()
+        assert (seen.numpy() == (0 if refused else 1)).all()
+
+
 def test_two_failures_that_meet_on_a_stream(npu: Double, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the hardware, which one thread finds while a launch is refused: a wait tells."""
     using = Flight.using

@@ -155,9 +155,9 @@ class Record:
             except BaseException as error:  # told to the host as any failure is
                 failure = failure or Failure(bare(error), lane.name, "record_event")
                 fail(executor, lane.queue, failure)
-                if self.doomed is not None:
-                    # Nobody can say when the hardware is done with what it has: it must end.
-                    lane.give_up(failure)
+                # Nobody can say when the hardware is done with what it has: it must end, since
+                # whoever waits for this record takes all before it for over.
+                lane.give_up(failure)
         return partial(self.resolve, failure, dropped=step.dropped)
 
     def _put(self, lane: OnHardware) -> bool:
