@@ -20,6 +20,7 @@ from kvcore.errors import KVCoreError
 from kvcore.npu.call import launch
 from kvcore.npu.cann import library
 from kvcore.npu.driver.flight import Flight
+from kvcore.npu.driver.handles import Handles
 from kvcore.npu.driver.lane import AclLane
 
 __all__ = ["anyio_backend", "npu"]
@@ -443,6 +444,52 @@ async def test_nothing_runs_on_behind_a_wait_that_no_event_can_tell(
         stream.copy(seen, there)
         await stream.synchronize()
         assert (seen.numpy() == (0 if refused else 1)).all()
+
+
+def test_a_stream_that_waits_for_one_that_is_aborted(
+    npu: Double, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The events of an aborted stream are complete: whoever looks at once must see the failure."""
+    discard = Handles.discard
+    looked: list[str] = []
+
+    def meanwhile(self: Handles, handle: int) -> Any:
+        found = discard(self, handle)
+        npu.runtime.kvdouble_hold(False)
+
+        def look() -> None:
+            try:
+                while not seen.query():
+                    pass
+                looked.append("reached")
+            except kvcore.StreamError:
+                looked.append("failed")
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        return found
+
+    with kvcore.Device(backend="aclnn") as dev:
+        stream, there, host = work(dev)
+        other, target = dev.stream("o"), dev.empty(64)
+        npu.runtime.kvdouble_hold(True)
+        stream.copy(there, host)
+        other.wait_stream(stream)
+        other.copy(target, there)
+        seen = other.record_event()
+        while not other.queue.lane.flight.records():  # until the hardware has it
+            pass
+        npu.fail("aclrtRecordEvent", 1, 507000)
+        with monkeypatch.context() as patched:
+            patched.setattr(Handles, "discard", meanwhile)
+            with pytest.raises(kvcore.StreamError, match="507000"):
+                stream.synchronize_blocking()
+        assert set(looked) == {"failed"}  # of this stream, and of the one that waits for it
+        with pytest.raises(kvcore.StreamError, match="507000"):
+            other.synchronize_blocking()
+        other.copy(target, there)
+        other.synchronize_blocking()
 
 
 def test_two_failures_that_meet_on_a_stream(npu: Double, monkeypatch: pytest.MonkeyPatch) -> None:

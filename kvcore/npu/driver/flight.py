@@ -147,6 +147,9 @@ class Flight:
             for item in items:
                 if isinstance(item, Record):
                     item.in_flight = False
+                    # Before the handle goes: the events of a stream that is aborted are complete,
+                    # and whoever sees one of them must see this too.
+                    item.failure = failure
             if handle and self._users:
                 self._doomed.append(handle)
                 handle = 0

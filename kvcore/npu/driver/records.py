@@ -92,7 +92,7 @@ class Record:
     lane:    where it is recorded; None for an external event that nobody has recorded yet.
     ready:   a mark resolved when the hardware has the record (or will never have it).
     handle:  the aclrtEvent, 0 until then.
-    failure: why it was not reached.
+    failure: why it was not reached; set before its stream is aborted, which completes its event.
     doomed:  why it will not count as reached, when what was before it is done: its queue has
              failed, but the hardware still has work from before.
     losses:  failures of the lane when it was launched.
@@ -175,6 +175,7 @@ class Record:
 
     def resolve(self, failure: Failure | None = None, *, dropped: bool = False) -> None:
         """Tell everybody, once."""
+        failure = failure or self.failure
         if self.doomed is not None:
             failure = self.doomed
             self.lane.npu.doomed.discard(self)
