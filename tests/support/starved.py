@@ -12,7 +12,8 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,18 @@ def is_foreign(error: Exception) -> bool:
     return place.is_relative_to(library) and "site-packages" not in place.parts
 
 
+@contextmanager
+def no_collector_callbacks() -> Iterator[None]:
+    """Leave the collector without callbacks: CPython makes a dict for them, and where that fails it
+    reports an exception that nobody can catch."""
+    callbacks = gc.callbacks[:]
+    gc.callbacks.clear()
+    try:
+        yield
+    finally:
+        gc.callbacks[:] = callbacks
+
+
 @dataclass
 class Count:
     """attempts, of which refused raised MemoryError and others a SystemError that is_foreign();
@@ -137,7 +150,7 @@ class Starving:
     def round(self, means: Any) -> Count:
         """Fail each allocation in turn."""
         count, made = Count(), 0
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), no_collector_callbacks():
             warnings.simplefilter("ignore")
             for at in range(MOST):
                 arrays, call, writes = self._prepare()
