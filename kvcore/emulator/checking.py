@@ -295,13 +295,14 @@ def watch() -> None:
     if races is None:
         return
     import torch_npu  # type: ignore[import-not-found,unused-ignore]
+    from torch_npu import _C as extension
 
     from kvcore.emulator import modes
 
     for name, waits in _FUNCTIONS.items():
-        function = getattr(torch_npu._C, name, None)
+        function = getattr(extension, name, None)
         if function is not None:
-            setattr(torch_npu._C, name, lined(name.removeprefix("_"), function, waits=waits))
+            setattr(extension, name, lined(name.removeprefix("_"), function, waits=waits))
     streams = torch_npu.npu.streams
     for class_name, methods in _METHODS.items():
         one = getattr(streams, class_name, None)
@@ -311,9 +312,9 @@ def watch() -> None:
     for name in ("wait", "synchronize"):
         setattr(streams.Event, name, _recorded(name, getattr(streams.Event, name)))
     for name in ("_launch_host_func", "_launch_host_func_pending"):
-        function = getattr(torch_npu._C, name, None)
+        function = getattr(extension, name, None)
         if function is not None:
-            setattr(torch_npu._C, name, _launching(name, function))
+            setattr(extension, name, _launching(name, function))
     graph = torch_npu.npu.graphs.NPUGraph
     for name, waits in _GRAPH.items():
         setattr(graph, name, lined(f"torch.npu.NPUGraph.{name}", getattr(graph, name), waits=waits))
@@ -348,11 +349,12 @@ def _launching(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def in_new_threads(enter: Callable[[], Any]) -> None:
     """Have every thread that starts from now on begin inside this context."""
-    original = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+    # threading.settrace and setprofile, the public ways into a new thread, slow every call there.
+    original = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]  # noqa: SLF001
 
     @functools.wraps(original)
     def bootstrap(self: threading.Thread) -> None:
         with enter():
             original(self)
 
-    threading.Thread._bootstrap_inner = bootstrap  # type: ignore[attr-defined]
+    threading.Thread._bootstrap_inner = bootstrap  # type: ignore[attr-defined]  # noqa: SLF001

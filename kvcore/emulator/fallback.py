@@ -20,6 +20,12 @@ from typing import Any
 
 import torch
 import torch_npu  # type: ignore[import-not-found,unused-ignore]
+from torch_npu._C import (
+    _npu_getCurrentRawStream,
+    _npu_getDevice,
+    _npu_isCurrentStreamCapturing,
+    _npu_setDevice,
+)
 
 from kvcore.emulator import _lines, checking, machine, operators, randomness, tasks, touched
 from kvcore.emulator.reference import references
@@ -28,10 +34,10 @@ from kvcore.errors import StreamError
 
 __all__ = ["install"]
 
-_raw_stream: Callable[[int], int] = torch_npu._C._npu_getCurrentRawStream
-_current_device: Callable[[], int] = torch_npu._C._npu_getDevice
-_set_device: Callable[[int], None] = torch_npu._C._npu_setDevice
-_capturing: Callable[[], bool] = torch_npu._C._npu_isCurrentStreamCapturing
+_raw_stream: Callable[[int], int] = _npu_getCurrentRawStream
+_current_device: Callable[[], int] = _npu_getDevice
+_set_device: Callable[[int], None] = _npu_setDevice
+_capturing: Callable[[], bool] = _npu_isCurrentStreamCapturing
 
 _ND = 2
 #: Formats whose bytes are those of a plain tensor: ND and its names for 3, 4 and 5 axes.
@@ -148,7 +154,7 @@ class Kernel:
         self.overload = overload
         kernels[overload] = self
         self.name = str(overload)
-        schema = overload._schema
+        schema = operators.schema_of(overload)
         self.names = [argument.name for argument in schema.arguments]
         self.written = {
             argument.name
@@ -180,7 +186,7 @@ class Kernel:
         """The argument that a return value is, None if it is new."""
         if ret.alias_info is None:
             return None
-        for argument in self.overload._schema.arguments:
+        for argument in operators.schema_of(self.overload).arguments:
             if argument.alias_info and argument.alias_info.before_set & ret.alias_info.before_set:
                 return str(argument.name)
         return None

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcore.emulator import _lines, checking, fallback, leaks
+from kvcore.emulator import _lines, checking, fallback, leaks, operators
 from kvcore.emulator._races import Races
 from kvcore.emulator._ranges import runs
 from kvcore.emulator.reports import collector
@@ -50,7 +51,7 @@ class Call:
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
-        schema = func._schema
+        schema = operators.schema_of(func)
         packet = schema.name.rpartition("::")[2]
         self.name = str(func)
         self.backward = f"backward of {self.name}"
@@ -134,7 +135,7 @@ class Calls(TorchDispatchMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if types or not isinstance(func, torch._ops.OpOverload):
+        if types or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         call = _calls.get(func)
         if call is None:
@@ -218,5 +219,7 @@ def _fresh(tensor: Any) -> None:
 
 def _made(call: Call, line: int, result: Any) -> None:
     for value in result if isinstance(result, list | tuple) else (result,):
-        if type(value) in _PLAIN and value.device.type == "npu" and not value._is_view():
+        if type(value) not in _PLAIN or value.device.type != "npu":
+            continue
+        if not value._is_view():  # noqa: SLF001  (torch has no public name for it)
             leaks.made(value.data_ptr(), line, call.name)

@@ -7,6 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch._C import (
+    _dispatch_get_all_op_names,
+    _dispatch_get_registrations_for_dispatch_key,
+    _dispatch_has_kernel_for_dispatch_key,
+)
 
 __all__ = [
     "OWN",
@@ -17,6 +22,7 @@ __all__ = [
     "has_kernel",
     "is_random",
     "overloads",
+    "schema_of",
     "takes_host_indices",
     "waits_for_masks",
     "with_generator",
@@ -46,10 +52,15 @@ _DEPENDS = frozenset(
 )  # fmt: skip
 
 
+def schema_of(overload: Any) -> Any:
+    """Arguments, aliases and return values that an overload of torch's declares."""
+    return overload._schema  # noqa: SLF001  (torch has no public name for it)
+
+
 def _names() -> Iterator[str]:
     """Overloads with a kernel for CPUs, or that torch_npu has registered for its device."""
-    registered = set(torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"))
-    registered |= set(torch._C._dispatch_get_registrations_for_dispatch_key("CPU"))
+    registered = set(_dispatch_get_registrations_for_dispatch_key("PrivateUse1"))
+    registered |= set(_dispatch_get_registrations_for_dispatch_key("CPU"))
     for name in sorted(registered):
         if name.startswith("aten::"):
             yield name[len("aten::") :]
@@ -80,10 +91,10 @@ def overloads() -> Iterator[tuple[str, Any]]:
         if name in OWN:
             continue
         found = _defined(name)
-        if found is None or _is_view(found._schema):
+        if found is None or _is_view(schema_of(found)):
             continue
         if any(
-            "Storage" in str(a.type) or "Stream" in str(a.type) for a in found._schema.arguments
+            "Storage" in str(a.type) or "Stream" in str(a.type) for a in schema_of(found).arguments
         ):
             continue
         yield name, found
@@ -102,7 +113,7 @@ _COMPOSED = (
 
 def has_kernel(name: str) -> bool:
     """Whether something can run on CPU tensors in the operator's place."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    has = _dispatch_has_kernel_for_dispatch_key
     return any(has(f"aten::{name}", key) for key in ("CPU", *_COMPOSED)) or (
         str(_find(name)) in SPECIAL
     )
@@ -116,10 +127,10 @@ def behaviours() -> dict[str, str]:
     "composed": torch makes it of other operators.  "refused": nobody has a kernel; an error at the
     call that names it.
     """
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    has = _dispatch_has_kernel_for_dispatch_key
     ours = dict(overloads())
     found = {}
-    for full in torch._C._dispatch_get_all_op_names():
+    for full in _dispatch_get_all_op_names():
         name = full.removeprefix("aten::")
         if name == full or _defined(name) is None:
             continue
@@ -137,7 +148,7 @@ def behaviours() -> dict[str, str]:
 def depends_on_data(overload: Any) -> bool:
     """Whether the call must wait for its stream before it can return."""
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
-    returns = [str(ret.type) for ret in overload._schema.returns]
+    returns = [str(ret.type) for ret in schema_of(overload).returns]
     return (
         _short(overload) in _DEPENDS
         or any(tag in overload.tags for tag in tags)
@@ -153,13 +164,13 @@ def waits_for_masks(overload: Any) -> bool:
 def is_random(overload: Any) -> bool:
     """Whether it draws numbers from a generator."""
     return torch.Tag.nondeterministic_seeded in overload.tags or any(
-        argument.name == "generator" for argument in overload._schema.arguments
+        argument.name == "generator" for argument in schema_of(overload).arguments
     )
 
 
 def with_generator(overload: Any) -> Any:
     """The overload that also takes a generator, None if this one does or none is there."""
-    if any(argument.name == "generator" for argument in overload._schema.arguments):
+    if any(argument.name == "generator" for argument in schema_of(overload).arguments):
         return None
     packet, _, name = _short(overload).partition(".")
     wanted = f"{name}_generator" if name else "generator"
