@@ -31,7 +31,15 @@ from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
-PACKAGES = ("kvcore/_kernels", "kvcore/_core", "kvcore/runtime", "kvcore/emulator")
+PACKAGES = (
+    "kvcore/_kernels",
+    "kvcore/_core",
+    "kvcore/runtime",
+    "kvcore/runtime/queues",
+    "kvcore/runtime/model",
+    "kvcore/runtime/watching",
+    "kvcore/emulator",
+)
 # The C libraries of the emulated machine, for Linux: see libraries.toml there.
 MACHINE = Path("kvcore/emulator/cann")
 INSTALLATION = Path("kvcore/emulator/installation")

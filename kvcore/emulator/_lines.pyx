@@ -8,7 +8,7 @@ Python: see ``Notes`` in _races.
 
 from libc.stdint cimport uint64_t, uintptr_t
 
-from kvcore.runtime._observe import call_site
+from kvcore.runtime.watching._observe import call_site
 
 cdef set_function set_line = NULL
 

@@ -5,7 +5,7 @@ from typing import Any, Self, TypeAlias, final
 
 from typing_extensions import disjoint_base
 
-from kvcore.runtime._watch import Record, Watch
+from kvcore.runtime.watching._watch import Record, Watch
 
 _Place: TypeAlias = tuple[str, int]
 _Race: TypeAlias = Callable[[Record, bool, Record, bool, str, Sequence[tuple[int, int]], Any], None]

@@ -3,7 +3,7 @@
 
 The machine enters launches, records, waits and what each touches in the order of the calls
 (cann/journal.c).  They go through the clocks and the shadow that the runtime's own devices have
-(``kvcore.runtime._order`` and ``_shadow``): a stream is a lane, the host is one lane with all its
+(``kvcore.runtime.watching``): a stream is a lane, the host is one lane with all its
 threads.  An entry is taken when all before it are: which bytes an index chose is known when its
 task has run, and the entries behind that wait.  So what is found depends on the order of the
 launches alone, and not on which task ran first.
@@ -14,8 +14,8 @@ from cpython cimport array
 from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
-from kvcore.runtime._order cimport Note
-from kvcore.runtime._watch cimport Record, Watch
+from kvcore.runtime.watching._order cimport Note
+from kvcore.runtime.watching._watch cimport Record, Watch
 
 import array
 import threading

@@ -25,7 +25,7 @@ from kvcore.emulator import _lines, machine
 from kvcore.emulator._races import Races
 from kvcore.emulator.environment import STATUS, Settings
 from kvcore.emulator.reports import Report, at, collector
-from kvcore.runtime._watch import Record
+from kvcore.runtime.watching._watch import Record
 
 __all__ = ["Races", "begin", "races", "settle", "watch"]
 

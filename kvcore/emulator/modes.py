@@ -16,7 +16,7 @@ from kvcore.emulator import _lines, checking, fallback, leaks, operators
 from kvcore.emulator._races import Races
 from kvcore.emulator._ranges import runs
 from kvcore.emulator.reports import collector
-from kvcore.runtime._observe import pass_over
+from kvcore.runtime.watching._observe import pass_over
 
 __all__ = ["Calls", "install"]
 

@@ -15,11 +15,11 @@ from kvcore.runtime.external import ExternalEvent
 from kvcore.runtime.graph import Graph
 from kvcore.runtime.memory import Buffer, MemoryInfo
 from kvcore.runtime.profile import DeviceProfile, Figure
-from kvcore.runtime.race import Party, Race
 from kvcore.runtime.settings import default_race_check
 from kvcore.runtime.statistics import DeviceStatistics, StreamStatistics
 from kvcore.runtime.stream import Stream, current_stream
-from kvcore.runtime.trace import Span, StreamUse, Summary, Trace
+from kvcore.runtime.watching.race import Party, Race
+from kvcore.runtime.watching.trace import Span, StreamUse, Summary, Trace
 
 __all__ = [
     "Access",

@@ -54,17 +54,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import BackendUnavailableError, KVCoreError, ParamInvalidError
-from kvcore.runtime import _outside as outside
-from kvcore.runtime._marks import KIND_CALL, KIND_TIMER, KIND_WORK, Failure, Mark, Waiter
-from kvcore.runtime._queue import Queue
 from kvcore.runtime.failures import took_too_long
 from kvcore.runtime.memory import Buffer, refuse
+from kvcore.runtime.queues import _outside as outside
+from kvcore.runtime.queues._marks import KIND_CALL, KIND_TIMER, KIND_WORK, Failure, Mark, Waiter
+from kvcore.runtime.queues._queue import Queue
 from kvcore.runtime.waiting import hold
 
 if TYPE_CHECKING:
-    from kvcore.runtime._clock import ModelClock
     from kvcore.runtime.bell import Waitable
     from kvcore.runtime.core import Core
+    from kvcore.runtime.model._clock import ModelClock
     from kvcore.runtime.profile import DeviceProfile
 
 __all__ = [

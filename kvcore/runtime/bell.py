@@ -19,7 +19,7 @@ from typing import Protocol
 import anyio
 import anyio.lowlevel
 
-from kvcore.runtime._marks import Waiter
+from kvcore.runtime.queues._marks import Waiter
 
 __all__ = ["Bell", "Waitable"]
 

@@ -22,21 +22,21 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import ParamInvalidError, StreamError
-from kvcore.runtime._admission import Admission
-from kvcore.runtime._executor import Executor
-from kvcore.runtime._observe import Observer, call_site
-from kvcore.runtime._queue import Queue, StreamCore
 from kvcore.runtime._storage import Ledger, Storage
 from kvcore.runtime.copies import ranges_of
 from kvcore.runtime.failures import not_in_a_capture
 from kvcore.runtime.memory import SPACES, Buffer, MemoryInfo
-from kvcore.runtime.race import RaceCheck
-from kvcore.runtime.trace import Trace
+from kvcore.runtime.queues._admission import Admission
+from kvcore.runtime.queues._executor import Executor
+from kvcore.runtime.queues._queue import Queue, StreamCore
 from kvcore.runtime.waiting import Waiting
+from kvcore.runtime.watching._observe import Observer, call_site
+from kvcore.runtime.watching.race import RaceCheck
+from kvcore.runtime.watching.trace import Trace
 
 if TYPE_CHECKING:
-    from kvcore.runtime._marks import Failure, Mark
     from kvcore.runtime.abc import Driver
+    from kvcore.runtime.queues._marks import Failure, Mark
     from kvcore.runtime.settings import Settings
 
 __all__ = ["Core", "Promises"]

@@ -18,16 +18,16 @@ from kvcore.runtime.graph import Capture, join_or_refuse
 from kvcore.runtime.leaving import Life
 from kvcore.runtime.memory import DEFAULT_ALIGNMENT, SPACES, Buffer, MemoryInfo, allocate
 from kvcore.runtime.profile import RESOURCES, DeviceProfile
-from kvcore.runtime.race import Race
 from kvcore.runtime.settings import RaceMode, Settings, one_of
 from kvcore.runtime.statistics import DeviceStatistics, of_device
 from kvcore.runtime.stream import Stream, Streams, current_stream, use_stream
-from kvcore.runtime.trace import Trace
+from kvcore.runtime.watching.race import Race
+from kvcore.runtime.watching.trace import Trace
 
 if TYPE_CHECKING:
-    from kvcore.runtime._executor import Executor
-    from kvcore.runtime._marks import Mark
     from kvcore.runtime.abc import Driver
+    from kvcore.runtime.queues._executor import Executor
+    from kvcore.runtime.queues._marks import Mark
 
 __all__ = ["Device"]
 

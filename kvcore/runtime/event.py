@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import ParamInvalidError, StreamError
-from kvcore.runtime._queue import EventCore, StreamCore
 from kvcore.runtime.failures import failed, not_in_a_capture
+from kvcore.runtime.queues._queue import EventCore, StreamCore
 
 if TYPE_CHECKING:
-    from kvcore.runtime._marks import Mark
-    from kvcore.runtime._queue import Queue
     from kvcore.runtime.core import Core
+    from kvcore.runtime.queues._marks import Mark
+    from kvcore.runtime.queues._queue import Queue
     from kvcore.runtime.stream import Stream
 
 __all__ = ["Event"]

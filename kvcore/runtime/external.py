@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvcore.runtime._marks import Failure, Mark
 from kvcore.runtime.failures import behind_its_wait, failed
+from kvcore.runtime.queues._marks import Failure, Mark
 
 if TYPE_CHECKING:
-    from kvcore.runtime._queue import Queue, StreamCore
     from kvcore.runtime.core import Core
+    from kvcore.runtime.queues._queue import Queue, StreamCore
 
 __all__ = ["ExternalEvent", "Round"]
 

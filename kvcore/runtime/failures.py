@@ -10,7 +10,7 @@ from kvcore.errors import CaptureError, ParamInvalidError, StreamError
 
 if TYPE_CHECKING:
     from kvcore.errors import RaceError
-    from kvcore.runtime._marks import Failure
+    from kvcore.runtime.queues._marks import Failure
 
 __all__ = [
     "behind_its_wait",

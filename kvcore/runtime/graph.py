@@ -19,18 +19,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import CaptureError, ParamInvalidError
-from kvcore.runtime._marks import KIND_CALL, Mark
-from kvcore.runtime._observe import call_site
 from kvcore.runtime._storage import BufferCore, Storage
 from kvcore.runtime.abc import External, Launch, Record, Step, Wait
 from kvcore.runtime.failures import not_in_a_capture
 from kvcore.runtime.memory import PAGEABLE, host_memory, space_of
+from kvcore.runtime.queues._marks import KIND_CALL, Mark
+from kvcore.runtime.watching._observe import call_site
 
 if TYPE_CHECKING:
-    from kvcore.runtime._queue import Queue, StreamCore
     from kvcore.runtime.abc import Program
     from kvcore.runtime.core import Core
     from kvcore.runtime.external import Round
+    from kvcore.runtime.queues._queue import Queue, StreamCore
     from kvcore.runtime.stream import Streams
 
 __all__ = ["Capture", "Graph", "Recording"]

@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING
 import anyio.lowlevel
 
 from kvcore.errors import KVCoreError, StreamError
-from kvcore.runtime._marks import Failure, Mark
-from kvcore.runtime._outside import promise, settle
 from kvcore.runtime.failures import never_recorded, unseen
+from kvcore.runtime.queues._marks import Failure, Mark
+from kvcore.runtime.queues._outside import promise, settle
+from kvcore.runtime.queues.workers import Workers
 from kvcore.runtime.shield import Shield, can_await
-from kvcore.runtime.workers import Workers
 
 if TYPE_CHECKING:
     from kvcore.runtime.core import Core

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcore.runtime._queue import Queue
     from kvcore.runtime.core import Core
     from kvcore.runtime.memory import MemoryInfo
+    from kvcore.runtime.queues._queue import Queue
 
 __all__ = ["DeviceStatistics", "StreamStatistics", "of_device", "of_stream"]
 

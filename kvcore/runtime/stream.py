@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams: in-order queues of work.  The launch path itself is in ``_queue``."""
+"""Streams: in-order queues of work.  The launch path itself is in ``queues/_queue.pyx``."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from kvcore.errors import ParamInvalidError, StreamError
-from kvcore.runtime._queue import Queue, StreamCore
 from kvcore.runtime.copies import Copy, Fill, Timed
 from kvcore.runtime.event import Event
 from kvcore.runtime.external import ExternalEvent
 from kvcore.runtime.failures import failed, not_in_a_capture
+from kvcore.runtime.queues._queue import Queue, StreamCore
 from kvcore.runtime.statistics import StreamStatistics, of_stream
 
 if TYPE_CHECKING:
-    from kvcore.runtime._marks import Mark
     from kvcore.runtime.core import Core
+    from kvcore.runtime.queues._marks import Mark
 
 __all__ = [
     "Stream",

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import anyio.lowlevel
 
-from kvcore.runtime._marks import Mark, Waiter
 from kvcore.runtime.bell import Bell, Waitable
+from kvcore.runtime.queues._marks import Mark, Waiter
 
 __all__ = ["Waiting", "hold"]
 

@@ -238,7 +238,7 @@ def the_stream(stream: Any, streams: Streams) -> Stream:
 
 def _pass_over_torch() -> None:
     """Let reports of races name the program's lines, not those of torch on the way from there."""
-    from kvcore.runtime._observe import pass_over
+    from kvcore.runtime.watching._observe import pass_over
 
     torch = sys.modules.get("torch")
     if torch is not None and torch.__file__:

@@ -11,8 +11,8 @@ import pytest
 from anyio.lowlevel import checkpoint
 from fakes import FakePlan, Gate, device
 
-from kvcore.runtime._marks import Waiter
 from kvcore.runtime.bell import Bell
+from kvcore.runtime.queues._marks import Waiter
 
 
 class Thing:

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.runtime._shadow import HIT_READ, HIT_WRITE, Shadow
-from kvcore.runtime._vectors import Vector
+from kvcore.runtime.watching._shadow import HIT_READ, HIT_WRITE, Shadow
+from kvcore.runtime.watching._vectors import Vector
 
 SIZE = 400
 

@@ -51,11 +51,11 @@ from kvcore.runtime.memory import Buffer
 from kvcore.runtime.profile import SHIPPED, DeviceProfile
 
 if TYPE_CHECKING:
-    from kvcore.runtime._marks import Failure, Mark
-    from kvcore.runtime._queue import Queue
     from kvcore.runtime.abc import Program, Step
     from kvcore.runtime.bell import Waitable
     from kvcore.runtime.core import Core
+    from kvcore.runtime.queues._marks import Failure, Mark
+    from kvcore.runtime.queues._queue import Queue
 
 __all__ = ["AclDriver"]
 

@@ -22,7 +22,7 @@ from kvcore.npu.driver.records import Dependency, Record
 
 if TYPE_CHECKING:
     from kvcore.npu.driver.handles import Handles
-    from kvcore.runtime._marks import Failure
+    from kvcore.runtime.queues._marks import Failure
 
 __all__ = ["Flight"]
 

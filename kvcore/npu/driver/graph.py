@@ -32,7 +32,7 @@ from kvcore.runtime.abc import KIND_WORK, Launch, Record, Step, Wait
 if TYPE_CHECKING:
     from kvcore.npu.driver.parts import Hardware, OnHardware
     from kvcore.npu.driver.records import Events
-    from kvcore.runtime._queue import Queue
+    from kvcore.runtime.queues._queue import Queue
 
 __all__ = ["NEEDED", "AclProgram", "Models"]
 

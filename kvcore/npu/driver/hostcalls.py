@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvcore.npu.cann.library import thread
 from kvcore.npu.cann.structs import HOST_FUNC
-from kvcore.runtime._marks import Failure
-from kvcore.runtime._outside import enter, leave, promise, settle
+from kvcore.runtime.queues._marks import Failure
+from kvcore.runtime.queues._outside import enter, leave, promise, settle
 
 if TYPE_CHECKING:
     from kvcore.npu.driver.parts import OnHardware

@@ -16,16 +16,16 @@ from kvcore.npu.driver.hostcalls import HostCall
 from kvcore.npu.driver.records import TIMEOUTS, Dependency, Record, record_of
 from kvcore.npu.driver.transfers import within_host
 from kvcore.npu.driver.work import Handover, Work, name_of, owners_of, work_of
-from kvcore.runtime._marks import KIND_CALL, Failure, Mark
-from kvcore.runtime._outside import fail, promise, settle
 from kvcore.runtime.abc import Lane
 from kvcore.runtime.copies import Copy, Fill
 from kvcore.runtime.failures import not_in_a_capture
+from kvcore.runtime.queues._marks import KIND_CALL, Failure, Mark
+from kvcore.runtime.queues._outside import fail, promise, settle
 
 if TYPE_CHECKING:
     from kvcore.npu.driver.parts import Hardware
-    from kvcore.runtime._queue import Queue
     from kvcore.runtime.abc import Driver
+    from kvcore.runtime.queues._queue import Queue
 
 __all__ = ["AclLane"]
 

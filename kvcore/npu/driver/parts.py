@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from kvcore.errors import KVCoreError
     from kvcore.npu.driver.handles import Handles
     from kvcore.npu.driver.turns import Turns
-    from kvcore.runtime._marks import Failure
-    from kvcore.runtime._queue import Queue
     from kvcore.runtime.core import Core
+    from kvcore.runtime.queues._marks import Failure
+    from kvcore.runtime.queues._queue import Queue
 
 __all__ = ["Flying", "Hardware", "OnHardware"]
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, cast
 from kvcore.errors import KVCoreError
 from kvcore.npu.cann import constants
 from kvcore.npu.driver.handles import bare
-from kvcore.runtime._executor import Executor
-from kvcore.runtime._marks import Failure, Mark
-from kvcore.runtime._outside import fail, promise, settle
+from kvcore.runtime.queues._executor import Executor
+from kvcore.runtime.queues._marks import Failure, Mark
+from kvcore.runtime.queues._outside import fail, promise, settle
 
 if TYPE_CHECKING:
     from kvcore.npu.driver.parts import OnHardware

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 from kvcore.errors import KVCoreError
 from kvcore.npu.driver import hostcalls
 from kvcore.npu.driver.records import TIMEOUTS, Record
-from kvcore.runtime._marks import Mark
-from kvcore.runtime._outside import promise, settle
 from kvcore.runtime.failures import took_too_long
+from kvcore.runtime.queues._marks import Mark
+from kvcore.runtime.queues._outside import promise, settle
 from kvcore.runtime.waiting import hold
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from kvcore.npu.cann import status
 from kvcore.npu.driver.handles import bare
 from kvcore.npu.driver.memory import Held
 from kvcore.npu.driver.transfers import Transfer
-from kvcore.runtime._marks import Failure
 from kvcore.runtime.copies import Copy, Fill
+from kvcore.runtime.queues._marks import Failure
 
 if TYPE_CHECKING:
     from kvcore.npu.driver.parts import OnHardware

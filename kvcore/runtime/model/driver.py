@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcore.runtime._clock import ModelClock
 from kvcore.runtime.abc import Driver, Lane, Mark, Queue, hold
+from kvcore.runtime.model._clock import ModelClock
 
 if TYPE_CHECKING:
     from kvcore.errors import KVCoreError
-    from kvcore.runtime._marks import Failure
     from kvcore.runtime.bell import Waitable
     from kvcore.runtime.core import Core
     from kvcore.runtime.profile import DeviceProfile
+    from kvcore.runtime.queues._marks import Failure
 
 __all__ = ["ModelDriver"]
 

@@ -3,13 +3,13 @@ from typing import Any, Self, final
 
 from typing_extensions import disjoint_base
 
-from kvcore.runtime._marks import Mark, Op, Waiter
-from kvcore.runtime._queue import Queue
 from kvcore.runtime.profile import COMPUTE as COMPUTE
 from kvcore.runtime.profile import D2H as D2H
 from kvcore.runtime.profile import H2D as H2D
 from kvcore.runtime.profile import HBM as HBM
 from kvcore.runtime.profile import DeviceProfile
+from kvcore.runtime.queues._marks import Mark, Op, Waiter
+from kvcore.runtime.queues._queue import Queue
 
 @final
 @disjoint_base

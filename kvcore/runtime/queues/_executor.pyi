@@ -4,8 +4,8 @@ from typing import Any, final
 
 from typing_extensions import disjoint_base
 
-from kvcore.runtime._admission import Admission
-from kvcore.runtime._marks import Failure, Mark, Op
+from kvcore.runtime.queues._admission import Admission
+from kvcore.runtime.queues._marks import Failure, Mark, Op
 
 @disjoint_base
 class Line:

@@ -22,7 +22,7 @@ An operation that is skipped behind a failure keeps the cost it had from the sta
 cimport cython
 from libc.stdint cimport int64_t
 
-from kvcore.runtime._marks cimport CALL, TIMER, WORK, Mark, Op
+from kvcore.runtime.queues._marks cimport CALL, TIMER, WORK, Mark, Op
 from kvcore.runtime._storage cimport BufferCore, total_bytes
 
 import heapq

@@ -2,11 +2,11 @@
 cimport cython
 from libc.stdint cimport int64_t
 
-from kvcore.runtime._executor cimport Line
-from kvcore.runtime._marks cimport Op
-from kvcore.runtime._order cimport Note, Order
-from kvcore.runtime._shadow cimport Shadow
-from kvcore.runtime._vectors cimport Vector
+from kvcore.runtime.queues._executor cimport Line
+from kvcore.runtime.queues._marks cimport Op
+from kvcore.runtime.watching._order cimport Note, Order
+from kvcore.runtime.watching._shadow cimport Shadow
+from kvcore.runtime.watching._vectors cimport Vector
 
 
 @cython.final

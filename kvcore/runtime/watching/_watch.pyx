@@ -10,12 +10,12 @@ cimport cython
 from libc.math cimport INFINITY
 from libc.stdint cimport int64_t
 
-from kvcore.runtime._executor cimport Line
-from kvcore.runtime._marks cimport Op
-from kvcore.runtime._order cimport Note, Order
-from kvcore.runtime._shadow cimport Shadow
+from kvcore.runtime.queues._executor cimport Line
+from kvcore.runtime.queues._marks cimport Op
+from kvcore.runtime.watching._order cimport Note, Order
+from kvcore.runtime.watching._shadow cimport Shadow
 from kvcore.runtime._storage cimport BufferCore
-from kvcore.runtime._vectors cimport Vector
+from kvcore.runtime.watching._vectors cimport Vector
 
 import weakref
 from collections import deque

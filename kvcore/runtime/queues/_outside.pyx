@@ -9,8 +9,8 @@ nothing between a read and a write runs Python code, so the GIL is the lock.
 
 from cpython.pythread cimport PyThread_get_thread_ident
 
-from kvcore.runtime._executor cimport IDLE, READY, Executor, Line, now
-from kvcore.runtime._marks cimport (
+from kvcore.runtime.queues._executor cimport IDLE, READY, Executor, Line, now
+from kvcore.runtime.queues._marks cimport (
     DONE, DROPPED, FAILED, PENDING, RECORD, WAIT, Failure, Mark, Op,
 )
 

@@ -9,8 +9,8 @@ cimport cython
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport uint64_t
 
-from kvcore.runtime._admission cimport Admission
-from kvcore.runtime._marks cimport (
+from kvcore.runtime.queues._admission cimport Admission
+from kvcore.runtime.queues._marks cimport (
     CALL, DONE, DROPPED, FAILED, PENDING, RECORD, TIMER, WAIT, WORK, Failure, Mark, Op, Waiter,
 )
 

@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import disjoint_base
 
-from kvcore.runtime._executor import Line
-from kvcore.runtime._marks import Op
-from kvcore.runtime._order import Order
-from kvcore.runtime._shadow import Shadow
+from kvcore.runtime.queues._executor import Line
+from kvcore.runtime.queues._marks import Op
+from kvcore.runtime.watching._order import Order
+from kvcore.runtime.watching._shadow import Shadow
 
 @final
 @disjoint_base

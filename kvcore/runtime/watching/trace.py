@@ -20,9 +20,9 @@ from kvcore.runtime.profile import D2H, H2D, RESOURCES
 
 if TYPE_CHECKING:
     from kvcore.files import whole_file
-    from kvcore.runtime._clock import Node
-    from kvcore.runtime._marks import Mark, Op
-    from kvcore.runtime._queue import Queue
+    from kvcore.runtime.model._clock import Node
+    from kvcore.runtime.queues._marks import Mark, Op
+    from kvcore.runtime.queues._queue import Queue
 from kvcore.runtime._storage import Ledger
 
 __all__ = ["Span", "StreamUse", "Summary", "Trace"]

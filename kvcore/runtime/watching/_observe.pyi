@@ -4,8 +4,8 @@ from typing import Any, TypeAlias, final
 
 from typing_extensions import disjoint_base
 
-from kvcore.runtime._marks import Mark, Op
-from kvcore.runtime._queue import Queue
+from kvcore.runtime.queues._marks import Mark, Op
+from kvcore.runtime.queues._queue import Queue
 
 #: A place in the caller's program: its code and the line.
 _Site: TypeAlias = tuple[CodeType, int]

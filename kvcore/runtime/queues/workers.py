@@ -14,7 +14,7 @@ import sys
 import threading
 
 from kvcore.errors import StreamError
-from kvcore.runtime._executor import Executor
+from kvcore.runtime.queues._executor import Executor
 
 __all__ = ["Workers"]
 

@@ -8,8 +8,8 @@ first three calls come from the host with the device's lock held and give each o
 
 cimport cython
 
-from kvcore.runtime._marks cimport Mark, Op
-from kvcore.runtime._order cimport Note
+from kvcore.runtime.queues._marks cimport Mark, Op
+from kvcore.runtime.watching._order cimport Note
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ cdef extern from *:
     void Py_XDECREF(void*)
 
 #: The package's folder: what its torch calls or its engine launch is placed at their caller.
-cdef str HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+cdef str HERE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 #: Files and folders between the package and the program: with statements of this package go
 #: through contextlib, operators on torch's tensors through torch.
 cdef tuple BETWEEN = (HERE, contextlib.contextmanager.__code__.co_filename)

@@ -5,8 +5,8 @@ from typing import Any, final
 
 from typing_extensions import disjoint_base
 
-from kvcore.runtime._executor import Executor, Line
-from kvcore.runtime._marks import Failure, Mark, Op
+from kvcore.runtime.queues._executor import Executor, Line
+from kvcore.runtime.queues._marks import Failure, Mark, Op
 
 @disjoint_base
 class EventCore:

@@ -12,20 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import RaceError
-from kvcore.runtime._shadow import HIT_WRITE
 from kvcore.runtime._storage import BufferCore
-from kvcore.runtime._watch import Record, Watch
 from kvcore.runtime.memory import Buffer, host_memory
+from kvcore.runtime.watching._shadow import HIT_WRITE
+from kvcore.runtime.watching._watch import Record, Watch
 
 if TYPE_CHECKING:
-    from kvcore.runtime._executor import Line
-    from kvcore.runtime._marks import Op
-    from kvcore.runtime._observe import _Site as Site
-    from kvcore.runtime._order import Note, Stamp
-    from kvcore.runtime._queue import Queue
     from kvcore.runtime._storage import Storage
     from kvcore.runtime.copies import Access
     from kvcore.runtime.memory import Origin
+    from kvcore.runtime.queues._executor import Line
+    from kvcore.runtime.queues._marks import Op
+    from kvcore.runtime.queues._queue import Queue
+    from kvcore.runtime.watching._observe import _Site as Site
+    from kvcore.runtime.watching._order import Note, Stamp
 
 __all__ = ["Party", "Race", "RaceCheck"]
 

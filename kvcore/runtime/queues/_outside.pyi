@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-from kvcore.runtime._executor import Executor, Line
-from kvcore.runtime._marks import Failure, Mark
+from kvcore.runtime.queues._executor import Executor, Line
+from kvcore.runtime.queues._marks import Failure, Mark
 
 def promise(line: Line | None) -> Mark: ...
 def owned(mark: Mark, line: Line) -> None: ...

@@ -39,8 +39,8 @@ on ``parked`` in the same breath in which it found ``ready`` empty.
 
 cimport cython
 
-from kvcore.runtime._executor cimport IDLE, OPEN, READY, Executor, Line, now
-from kvcore.runtime._marks cimport (
+from kvcore.runtime.queues._executor cimport IDLE, OPEN, READY, Executor, Line, now
+from kvcore.runtime.queues._marks cimport (
     CALL, DONE, DROPPED, FAILED, PENDING, RECORD, TIMER, WAIT, WORK, Failure, Mark, Op,
 )
 

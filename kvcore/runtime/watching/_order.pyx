@@ -21,8 +21,8 @@ it; a lane's own count and the host's count are kept beside it.
 cimport cython
 from libc.stdint cimport int64_t
 
-from kvcore.runtime._marks cimport Mark
-from kvcore.runtime._vectors cimport Vector
+from kvcore.runtime.queues._marks cimport Mark
+from kvcore.runtime.watching._vectors cimport Vector
 
 
 @cython.final

@@ -2,8 +2,8 @@
 cimport cython
 from libc.stdint cimport int64_t, uint64_t
 
-from kvcore.runtime._admission cimport Admission
-from kvcore.runtime._marks cimport Failure, Mark, Op
+from kvcore.runtime.queues._admission cimport Admission
+from kvcore.runtime.queues._marks cimport Failure, Mark, Op
 
 cdef enum State:
     IDLE

@@ -16,8 +16,8 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc, realloc
 
-from kvcore.runtime._segments cimport NONE, Segment, SegmentMap
-from kvcore.runtime._vectors cimport Vector
+from kvcore.runtime.watching._segments cimport NONE, Segment, SegmentMap
+from kvcore.runtime.watching._vectors cimport Vector
 
 HIT_WRITE = 1       # the earlier access was a write
 HIT_READ = 0

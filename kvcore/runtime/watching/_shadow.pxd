@@ -2,8 +2,8 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
-from kvcore.runtime._segments cimport Segment, SegmentMap
-from kvcore.runtime._vectors cimport Vector
+from kvcore.runtime.watching._segments cimport Segment, SegmentMap
+from kvcore.runtime.watching._vectors cimport Vector
 
 cdef struct Entry:
     int64_t count

@@ -3,8 +3,8 @@ from typing import Any, Self, final
 
 from typing_extensions import disjoint_base
 
-from kvcore.runtime._marks import Mark
-from kvcore.runtime._vectors import Vector
+from kvcore.runtime.queues._marks import Mark
+from kvcore.runtime.watching._vectors import Vector
 
 @final
 @disjoint_base

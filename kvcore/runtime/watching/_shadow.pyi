@@ -5,8 +5,8 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import disjoint_base
 
-from kvcore.runtime._segments import SegmentMap
-from kvcore.runtime._vectors import Vector
+from kvcore.runtime.watching._segments import SegmentMap
+from kvcore.runtime.watching._vectors import Vector
 
 HIT_WRITE: int
 HIT_READ: int

@@ -2,7 +2,7 @@
 cimport cython
 from libc.stdint cimport int64_t
 
-from kvcore.runtime._vectors cimport Vector
+from kvcore.runtime.watching._vectors cimport Vector
 
 
 @cython.final
