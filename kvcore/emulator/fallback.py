@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch_npu  # type: ignore[import-not-found,unused-ignore]
-from torch_npu._C import (
+from torch_npu._C import (  # type: ignore[import-not-found,unused-ignore]
     _npu_getCurrentRawStream,
     _npu_getDevice,
     _npu_isCurrentStreamCapturing,
