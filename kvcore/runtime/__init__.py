@@ -8,7 +8,8 @@ semantics with those of torch.cuda and torch_npu.
 
 from __future__ import annotations
 
-from kvcore.runtime.copies import Access
+from kvcore.runtime.accesses import Access
+from kvcore.runtime.current import current_stream
 from kvcore.runtime.device import Device
 from kvcore.runtime.event import Event
 from kvcore.runtime.external import ExternalEvent
@@ -17,7 +18,7 @@ from kvcore.runtime.memory import Buffer, MemoryInfo
 from kvcore.runtime.profile import DeviceProfile, Figure
 from kvcore.runtime.settings import default_race_check
 from kvcore.runtime.statistics import DeviceStatistics, StreamStatistics
-from kvcore.runtime.stream import Stream, current_stream
+from kvcore.runtime.stream import Stream
 from kvcore.runtime.watching.race import Party, Race
 from kvcore.runtime.watching.trace import Span, StreamUse, Summary, Trace
 

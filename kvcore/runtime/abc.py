@@ -54,8 +54,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.errors import BackendUnavailableError, KVCoreError, ParamInvalidError
+from kvcore.runtime.arguments import refuse
 from kvcore.runtime.failures import took_too_long
-from kvcore.runtime.memory import Buffer, refuse
+from kvcore.runtime.memory import Buffer
 from kvcore.runtime.queues import _outside as outside
 from kvcore.runtime.queues._marks import KIND_CALL, KIND_TIMER, KIND_WORK, Failure, Mark, Waiter
 from kvcore.runtime.queues._queue import Queue

@@ -10,21 +10,23 @@ rows (resource, bytes, pieces), ``host_bytes`` are moved within host memory, ``h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore._core import adopt, arrays, overlap
-from kvcore.errors import KVCoreError, ParamInvalidError, fail
+from kvcore._core import arrays, overlap
+from kvcore.errors import KVCoreError, ParamInvalidError
 from kvcore.runtime._storage import BufferCore, move
-from kvcore.runtime.memory import PAGEABLE, array_of, space_of
+from kvcore.runtime.accesses import Access, Ranges, Whole, accesses_of, whole_accesses
+from kvcore.runtime.arguments import PAGEABLE, array_of, space_of
+from kvcore.runtime.element_types import one_value
 from kvcore.runtime.profile import D2H, H2D, HBM, DeviceProfile
-from kvcore.strides import coalesce, merge_ranges
+from kvcore.strides import coalesce
 
-__all__ = ["Access", "Copy", "Fill", "Ranges", "ranges_of"]
+__all__ = ["Copy", "Fill", "Timed", "bits"]
 
 _BITS: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
@@ -32,11 +34,7 @@ _BITS: dict[int, np.dtype[Any]] = {
     4: np.dtype("u4"),
     8: np.dtype("u8"),
 }
-#: Integers of ml_dtypes, which numpy does not know for integers.
-_NARROW = ("int2", "int4", "uint2", "uint4")
-Ranges = npt.NDArray[np.int64]
 Demand = tuple[int, float, int]
-Whole = tuple[tuple["Access", ...], tuple["Access", ...]]
 Ends = list[tuple[object, object]]
 
 
@@ -49,60 +47,6 @@ class Payer(Protocol):
     key: object
     profile: DeviceProfile | None
     costs: bool
-
-
-class Access:
-    """What a plan touches of one argument: absolute byte ranges, worked out when asked for.
-
-    argument: what reports call it.  owner: the buffer or array; it keeps the memory alive.
-    arrays: numpy arrays that cover what is touched; None: the whole of the owner.
-    """
-
-    __slots__ = ("_arrays", "_ranges", "argument", "owner")
-
-    def __init__(
-        self, argument: str, owner: Any, arrays: Sequence[npt.NDArray[Any]] | None = None
-    ) -> None:
-        self.argument = argument
-        self.owner = owner
-        if arrays is None:
-            own = owner.storage.owner if isinstance(owner, BufferCore) else None
-            arrays = (array_of(owner, argument, own),)
-        self._arrays = arrays
-        self._ranges: Ranges | None = None
-
-    @property
-    def read_only(self) -> bool:
-        """Whether some of it may not be written."""
-        return not all(array.flags.writeable for array in self._arrays)
-
-    @property
-    def ranges(self) -> Ranges:
-        """Rows (start, end), ascending and merged."""
-        if self._ranges is None:
-            rows = [ranges_of(array) for array in self._arrays]
-            self._ranges = rows[0] if len(rows) == 1 else merge_ranges(*np.concatenate(rows).T)
-        return self._ranges
-
-
-def ranges_of(array: npt.NDArray[Any]) -> Ranges:
-    """The exact bytes of an array: rows (start, end), ascending and merged."""
-    start = array.ctypes.data
-    if array.size == 0:
-        return np.empty((0, 2), np.int64)
-    if array.flags.c_contiguous:
-        return np.array([[start, start + array.nbytes]], np.int64)
-    dims = [(n, s) for n, s in zip(array.shape, array.strides, strict=True) if n > 1]
-    # a negative stride touches the same bytes from the other end; a zero one, the same byte
-    start += sum((n - 1) * s for n, s in dims if s < 0)
-    dims = sorted(((n, abs(s)) for n, s in dims if s), key=lambda d: d[1])
-    run = array.itemsize
-    while dims and dims[0][1] == run:
-        run *= dims.pop(0)[0]
-    starts = np.array([start], np.int64)
-    for n, stride in dims:
-        starts = (np.arange(n, dtype=np.int64)[:, None] * stride + starts[None, :]).ravel()
-    return merge_ranges(starts, starts + run)
 
 
 def bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -202,8 +146,8 @@ class Copy:
             self._table = np.array(rows, np.int64).reshape(-1, 3)
         else:
             self._loops = [(bits(d), bits(s)) for d, s in pairs]
-        self.writes = _accesses("dst", dsts, [d for d, _ in pairs])
-        self.reads = _accesses("src", srcs, [s for _, s in pairs])
+        self.writes = accesses_of("dst", dsts, [d for d, _ in pairs])
+        self.reads = accesses_of("src", srcs, [s for _, s in pairs])
         self.demands = []
         self.host_bytes = self.h2d_bytes = self.d2h_bytes = 0
         if payer.costs:
@@ -296,7 +240,7 @@ class Fill:
         self.value = bits(one.reshape(1))[0]
         self.bytes_moved = int(array.nbytes)
         self.num_descriptors = pieces_of(array, array)
-        self.writes = _accesses("dst", [dst], [array])
+        self.writes = accesses_of("dst", [dst], [array])
         on_device = space_of(dst) == "device"
         self.demands: list[Demand] = (
             [(HBM, self.bytes_moved, self.num_descriptors)] if on_device else []
@@ -321,8 +265,8 @@ class Timed:
 
     def __init__(self, payer: Payer, name: str, reads: object, writes: object) -> None:
         self.name = name
-        self.reads = _whole("reads", reads, payer)
-        self.writes = _whole("writes", writes, payer)
+        self.reads = whole_accesses("reads", reads, payer.key)
+        self.writes = whole_accesses("writes", writes, payer.key)
         for access in self.writes:
             if access.read_only:
                 raise _read_only(access.argument)
@@ -333,56 +277,6 @@ class Timed:
     def touched(self) -> Whole:
         """All of what was named."""
         return self.reads, self.writes
-
-
-def _whole(argument: str, given: object, payer: Payer) -> tuple[Access, ...]:
-    """An access to the whole of each of these; one buffer or array stands for itself."""
-    if isinstance(given, BufferCore | np.ndarray) or hasattr(given, "__dlpack__"):
-        return (Access(argument, given, (array_of(given, argument, payer.key),)),)
-    if not isinstance(given, Iterable) or isinstance(given, str | bytes):
-        fail(argument, "buffers or arrays", type(given).__name__)
-    owners = list(given)
-    names = [f"{argument}[{i}]" for i in range(len(owners))]
-    return tuple(
-        Access(name, owner, (array_of(owner, name, payer.key),))
-        for name, owner in zip(names, owners, strict=True)
-    )
-
-
-def one_value(dtype: np.dtype[Any], value: Any) -> npt.NDArray[Any] | None:
-    """One number as an array of no dimensions; None when it is none, or the type cannot hold it.
-
-    Rounding is no loss; a fraction, a sign, an imaginary part or a size is.
-    """
-    try:
-        if hasattr(type(value), "__dlpack__") and not isinstance(value, np.ndarray):
-            value = adopt.as_numpy(value, "value")[()]  # another package's array of one number
-        given = np.asarray(value)
-        number = given.dtype.kind in "biuf" or isinstance(value, int)
-        if given.shape != () or not (
-            number
-            or given.dtype == dtype
-            or (given.dtype.kind == "c" and dtype.kind == "c")
-            or (given.dtype.kind == "V" and given.dtype.names is None and dtype.kind != "c")
-        ):
-            return None
-        with np.errstate(all="ignore"):
-            one = given.astype(dtype, casting="unsafe")
-            if dtype.kind in "biu":
-                return one if bool(one == value) else None
-            if dtype.name in _NARROW:
-                # (compared as they are: numpy would bring the value to these types first)
-                return one if int(one[()]) == value else None
-            if number and math.isfinite(value) and dtype.kind != "c":
-                seen = float(one)
-                # (types without an infinity have NaN, or their largest value, in its place)
-                if not math.isfinite(seen) or (abs(value) > 1 and abs(seen) < abs(value) / 2):
-                    return None
-            elif number and math.isfinite(value) and not np.isfinite(one):
-                return None
-    except (ValueError, TypeError, OverflowError):
-        return None
-    return one
 
 
 def _pair(
@@ -426,14 +320,3 @@ def _read_only(argument: str) -> ParamInvalidError:
         argument=argument,
         seen="read-only",
     )
-
-
-def _accesses(
-    argument: str, owners: Sequence[object], arrays: Sequence[npt.NDArray[Any]]
-) -> tuple[Access, ...]:
-    """One access an owner; owners of one storage are taken together."""
-    groups: dict[int, tuple[object, list[npt.NDArray[Any]]]] = {}
-    for owner, array in zip(owners, arrays, strict=True):
-        key = id(owner.storage if isinstance(owner, BufferCore) else owner)
-        groups.setdefault(key, (owner, []))[1].append(array)
-    return tuple(Access(argument, owner, group) for owner, group in groups.values())

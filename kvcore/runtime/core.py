@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kvcore.errors import ParamInvalidError, StreamError
 from kvcore.runtime._storage import Ledger, Storage
-from kvcore.runtime.copies import ranges_of
+from kvcore.runtime.accesses import ranges_of
 from kvcore.runtime.failures import not_in_a_capture
 from kvcore.runtime.memory import SPACES, Buffer, MemoryInfo
 from kvcore.runtime.queues._admission import Admission

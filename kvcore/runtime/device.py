@@ -9,18 +9,21 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from kvcore.errors import ParamInvalidError, StreamError
+from kvcore.runtime.allocation import DEFAULT_ALIGNMENT, allocate
 from kvcore.runtime.core import Core
+from kvcore.runtime.current import current_stream, use_stream
 from kvcore.runtime.driver import driver_of
 from kvcore.runtime.event import Event
 from kvcore.runtime.external import ExternalEvent
 from kvcore.runtime.failures import failed
 from kvcore.runtime.graph import Capture, join_or_refuse
 from kvcore.runtime.leaving import Life
-from kvcore.runtime.memory import DEFAULT_ALIGNMENT, SPACES, Buffer, MemoryInfo, allocate
+from kvcore.runtime.memory import SPACES, Buffer, MemoryInfo
 from kvcore.runtime.profile import RESOURCES, DeviceProfile
 from kvcore.runtime.settings import RaceMode, Settings, one_of
 from kvcore.runtime.statistics import DeviceStatistics, of_device
-from kvcore.runtime.stream import Stream, Streams, current_stream, use_stream
+from kvcore.runtime.stream import Stream
+from kvcore.runtime.streams import Streams
 from kvcore.runtime.watching.race import Race
 from kvcore.runtime.watching.trace import Trace
 

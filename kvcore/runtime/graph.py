@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from kvcore.errors import CaptureError, ParamInvalidError
 from kvcore.runtime._storage import BufferCore, Storage
 from kvcore.runtime.abc import External, Launch, Record, Step, Wait
+from kvcore.runtime.arguments import PAGEABLE, host_memory, space_of
 from kvcore.runtime.failures import not_in_a_capture
-from kvcore.runtime.memory import PAGEABLE, host_memory, space_of
 from kvcore.runtime.queues._marks import KIND_CALL, Mark
 from kvcore.runtime.watching._observe import call_site
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvcore.runtime.core import Core
     from kvcore.runtime.external import Round
     from kvcore.runtime.queues._queue import Queue, StreamCore
-    from kvcore.runtime.stream import Streams
+    from kvcore.runtime.streams import Streams
 
 __all__ = ["Capture", "Graph", "Recording"]
 

@@ -15,40 +15,29 @@ buffers, so it may outlive every other reference.
 from __future__ import annotations
 
 import contextlib
-import math
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcore._core import adopt
-from kvcore.errors import DeviceOutOfMemoryError, KVCoreError, ParamInvalidError
+from kvcore.errors import ParamInvalidError
 from kvcore.runtime._capsule import retype
-from kvcore.runtime._storage import BufferCore, Ledger, Storage
+from kvcore.runtime._storage import BufferCore, Storage
+from kvcore.runtime.element_types import REGISTERED, element_type
 
 __all__ = [
-    "PAGEABLE",
     "SPACES",
     "Buffer",
     "Keeper",
-    "Maker",
     "MemoryInfo",
     "Origin",
-    "array_of",
-    "space_of",
+    "live_array",
+    "stand_in",
 ]
 
 SPACES = ("device", "host", "swapped")
-PAGEABLE = "pageable"
-MAX_ALIGNMENT = 2 * 1024 * 1024  # a huge page, which CANN's own allocations come in
-DEFAULT_ALIGNMENT = 512  # what a device's copy engines like best
-
-_REGISTERED = 2  # dtype.isbuiltin of types that packages bring
-# Types without a numpy name when no package provides one: carried as their bits.
-_RAW = {"hifloat8": "uint8", "float4_e2m1": "uint8", "float4_e1m2": "uint8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,26 +98,6 @@ class Keeper(Protocol):
 
     def memory_changed(self) -> None:
         """Bytes were taken or given back."""
-
-
-class Maker(Keeper, Protocol):
-    """What is needed of a device to make a buffer of its memory.
-
-    key: what the device's storages carry.  buffer_class: what shows memory to a program.
-    """
-
-    key: object
-    buffer_class: type[Buffer]
-
-    @property
-    def ledgers(self) -> Mapping[str, Ledger]:
-        """Bytes used, by space."""
-
-    def take(self, space: str, nbytes: int, /) -> npt.NDArray[np.uint8]:
-        """New memory as bytes; MemoryError or DeviceOutOfMemoryError when there is none."""
-
-    def keep(self, storage: Storage) -> None:
-        """The storage is the device's, which gives it back when it is left."""
 
 
 class Buffer(BufferCore):
@@ -350,7 +319,7 @@ class Buffer(BufferCore):
     @property
     def __array_interface__(self) -> dict[str, Any]:
         # The interface has no words for bfloat16 or float8: numpy then asks for __array__.
-        if self._array.dtype.isbuiltin == _REGISTERED:
+        if self._array.dtype.isbuiltin == REGISTERED:
             raise AttributeError("__array_interface__")
         array = self.numpy()
         self._lent = True
@@ -368,7 +337,7 @@ class Buffer(BufferCore):
         by ``np.asarray``; torch does.
         """
         array = self.numpy()
-        if array.dtype.kind not in "biufc" or array.dtype.isbuiltin == _REGISTERED:
+        if array.dtype.kind not in "biufc" or array.dtype.isbuiltin == REGISTERED:
             array = array.view(f"u{array.itemsize}")
         capsule = array.__dlpack__(**options)
         return retype(capsule, self.dtype)
@@ -417,192 +386,3 @@ def stand_in(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.lib.stride_tricks.as_strided(
         np.empty(1, array.dtype), array.shape, (0,) * array.ndim, writeable=False
     )
-
-
-def element_type(dtype: object) -> tuple[str, np.dtype[Any]]:
-    """The public name of a type and the numpy type that carries it."""
-    if isinstance(dtype, str):
-        if dtype in _RAW and dtype.startswith("float4"):
-            # Packed two a byte; numpy may know the name from a package whose type takes a byte an
-            # element.
-            return dtype, np.dtype(_RAW[dtype])
-        # (numpy takes a NUL for a type, and words of a package's for types of objects)
-        if dtype.isprintable():
-            with contextlib.suppress(TypeError, ValueError, SyntaxError):
-                return dtype, np.dtype(dtype)
-        for package in ("ml_dtypes", "en_dtypes"):
-            with contextlib.suppress(ImportError, AttributeError, TypeError):
-                found = getattr(__import__(package), dtype)
-                if isinstance(found, type) and not (numpy_type := np.dtype(found)).hasobject:
-                    return dtype, numpy_type
-        if dtype in _RAW:
-            return dtype, np.dtype(_RAW[dtype])
-    elif dtype is not None:
-        with contextlib.suppress(TypeError, ValueError):
-            numpy_type = np.dtype(dtype)  # type: ignore[call-overload]
-            if not numpy_type.hasobject:
-                return str(numpy_type), numpy_type
-    raise ParamInvalidError(
-        f"dtype: expected the name of an element type, got {dtype!r}",
-        argument="dtype",
-        seen=dtype,
-        expected="a type's name",
-    )
-
-
-def allocate(
-    maker: Maker,
-    device: Any,
-    shape: object,
-    dtype: object,
-    space: str,
-    align: int,
-    label: str | None = None,
-) -> Buffer:
-    """A new buffer of a device; see ``Device.empty``.  label: its name."""
-    if label is not None and not isinstance(label, str):
-        raise ParamInvalidError(
-            f"name: expected a string or None, got {type(label).__name__}",
-            argument="name",
-            seen=type(label).__name__,
-        )
-    name, numpy_type = element_type(dtype)
-    if numpy_type.hasobject or numpy_type.itemsize == 0 or numpy_type.subdtype is not None:
-        raise ParamInvalidError(
-            f"dtype: expected a type of fixed bytes, got {dtype!r}", argument="dtype", seen=dtype
-        )
-    dims = _dims(shape)
-    if (
-        not isinstance(align, int | np.integer)
-        or isinstance(align, bool)
-        or not 1 <= align <= MAX_ALIGNMENT
-        or align & (align - 1)
-    ):
-        raise ParamInvalidError(
-            f"align: expected a power of two from 1 to {MAX_ALIGNMENT}, got {align!r}",
-            argument="align",
-            seen=align,
-        )
-    wanted = math.prod(dims) * numpy_type.itemsize
-    ledger = maker.ledgers[space]
-    if wanted >= 2**62 or not ledger.take(wanted):
-        raise _exhausted(space, wanted, ledger.used, ledger.capacity)
-    try:
-        base = maker.take(space, wanted + align)
-        storage = Storage(ledger, maker.key, space, wanted, base)
-    except BaseException as error:
-        ledger.untake(wanted)
-        if not isinstance(error, MemoryError) or isinstance(error, DeviceOutOfMemoryError):
-            raise
-        raise _exhausted(space, wanted, ledger.used, ledger.capacity, "this machine") from error
-    start = -base.ctypes.data % align
-    array = base[start : start + wanted].view(numpy_type).reshape(dims)
-    row_bytes = wanted // dims[0] if dims and dims[0] else wanted
-    storage.origin = Origin(
-        label or "", dims, name, space, int(base.ctypes.data) + start, row_bytes
-    )
-    maker.keep(storage)
-    maker.memory_changed()
-    return maker.buffer_class(maker, device, storage, array, name, True)
-
-
-def _dims(shape: object) -> tuple[int, ...]:
-    try:
-        if isinstance(shape, Sequence) and not isinstance(shape, str | bytes):
-            dims = tuple(operator.index(n) for n in shape)
-        else:
-            dims = (operator.index(shape),)  # type: ignore[arg-type]
-    except TypeError:
-        dims = (-1,)
-    # (a zero among them makes no room for a dimension that numpy cannot count)
-    most = math.prod(n for n in dims if n > 0)
-    if min(dims, default=0) < 0 or len(dims) > 32 or (0 in dims and most >= 2**58):
-        raise ParamInvalidError(
-            f"shape: expected whole numbers >= 0, at most 32 of them, got {shape!r}",
-            argument="shape",
-            seen=shape,
-        )
-    return dims
-
-
-def _exhausted(
-    space: str, wanted: int, used: int, capacity: int, whose: str = "the device"
-) -> DeviceOutOfMemoryError:
-    total = None if capacity < 0 else capacity
-    free = None if total is None else total - used
-    if total is None or whose != "the device":
-        text = f"{space} memory: expected {wanted} bytes of {whose}, which has them not"
-    else:
-        text = f"{space} memory: expected {wanted} bytes, got {free} free of {total}"
-    error = DeviceOutOfMemoryError(text, argument="shape", seen=free, expected=wanted)
-    error.wanted, error.free, error.total = wanted, free, total
-    return error
-
-
-def space_of(x: object) -> str:
-    """The space of an argument: a buffer's own, "pageable" for anything else."""
-    return x.storage.space if isinstance(x, BufferCore) else PAGEABLE
-
-
-def array_of(x: object, argument: str, key: object) -> npt.NDArray[Any]:
-    """The numpy array that shares the argument's memory; never a copy.
-
-    key: of the device whose memory a buffer must be.
-    """
-    if isinstance(x, Buffer):
-        if x.storage.owner is not key:
-            raise ParamInvalidError(
-                f"{argument}: expected memory of the stream's own device, got another device's",
-                argument=argument,
-            )
-        return live_array(x)
-    try:
-        found = adopt.as_numpy(x, argument)
-    except KVCoreError as error:
-        if error.expected != "an array":
-            raise
-        raise ParamInvalidError(
-            f"{argument}: expected a buffer or an array, got {type(x).__name__}",
-            argument=argument,
-            seen=type(x).__name__,
-            expected="a buffer or an array",
-        ) from None
-    if found.dtype.hasobject:
-        raise ParamInvalidError(
-            f"{argument}: expected elements of fixed bytes, got dtype object",
-            argument=argument,
-            seen=str(found.dtype),
-        )
-    return found
-
-
-def refuse(key: object, argument: str, owner: object) -> None:
-    """Raise for an argument that a kernel of the device with this key must not touch."""
-    if isinstance(owner, Buffer):
-        if owner.storage.freed:
-            seen, expected = "a buffer that was freed", "live memory"
-        elif owner.storage.owner is not key:
-            seen, expected = "another device's", "memory of the stream's own device"
-        else:
-            seen = "pinned host memory"
-            expected = "device or swapped memory for a kernel (copies may use pinned memory)"
-    else:
-        seen = f"{type(owner).__name__} in pageable host memory"
-        expected = "device or swapped memory for a kernel on a modelled device"
-    raise ParamInvalidError(
-        f"{argument}: expected {expected}, got {seen}",
-        argument=argument,
-        seen=seen,
-        expected=expected,
-    )
-
-
-def host_memory(owner: object) -> npt.NDArray[Any] | None:
-    """What the host may change behind the back of a device: arrays, tensors, buffers of host and
-    swapped memory.  None of device memory, of a buffer that was freed, and of other objects."""
-    if isinstance(owner, Buffer):
-        live = owner.space != "device" and not owner.freed
-        return owner.__kvcore_array__ if live else None
-    with contextlib.suppress(KVCoreError):
-        return adopt.as_numpy(owner, "source")
-    return None

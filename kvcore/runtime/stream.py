@@ -6,13 +6,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, overload
 
-from kvcore.errors import ParamInvalidError, StreamError
+from kvcore.errors import ParamInvalidError
 from kvcore.runtime.copies import Copy, Fill, Timed
 from kvcore.runtime.event import Event
 from kvcore.runtime.external import ExternalEvent
@@ -24,22 +22,11 @@ if TYPE_CHECKING:
     from kvcore.runtime.core import Core
     from kvcore.runtime.queues._marks import Mark
 
-__all__ = [
-    "Stream",
-    "Streams",
-    "current_stream",
-    "forget_streams",
-    "set_current_stream",
-    "use_stream",
-]
+__all__ = ["Stream"]
 
 MAX_COMPUTE_US = 1e12  # eleven days
 _NOTHING: tuple[object, ...] = ()
 _RUNS_LATER = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-
-#: The streams in use in this task, innermost last.  A context variable: a task that sets it
-#: changes nobody else's, and a task group's children start with their parent's.
-_CURRENT: ContextVar[tuple[Stream, ...]] = ContextVar("kvcore_current_stream", default=())
 
 
 class Stream(StreamCore):
@@ -311,130 +298,3 @@ def _seconds(timeout_s: object) -> float | None:
             expected="seconds that are not negative, or None",
         )
     return None if seconds == math.inf else seconds
-
-
-class Streams:
-    """The streams of one device."""
-
-    def __init__(self, core: Core, device: Any) -> None:
-        self._core = core
-        # (what makes a device's streams must not keep the device; each stream does)
-        self._device = weakref.ref(device)
-        self.all: list[Stream] = []
-        self._names: dict[str, int] = {}
-        self._sides: weakref.WeakKeyDictionary[Queue, list[Stream]] = weakref.WeakKeyDictionary()
-        self._default: Stream | None = None
-        core.default_queue = self._default_queue
-
-    def new(self, name: str) -> Stream:
-        """A new stream; a name that is taken gets a number behind it."""
-        core = self._core
-        with core.lock:
-            index = len(self.all) + 1  # 0 is the host
-            n = self._names[name] = self._names.get(name, 0) + 1
-            unique = name if n == 1 else f"{name}#{n}"
-            device = self._device()
-            queue = Queue(core.executor, unique, index, device)
-            queue.attach(core.driver.lane(queue))
-            core.queues.append(queue)
-            stream = Stream(core, device, queue)
-            self.all.append(stream)
-            if core.race is not None:
-                core.race.lane(index, unique)
-            if core.trace is not None:
-                core.trace.names[index] = unique
-        return stream
-
-    @property
-    def default(self) -> Stream:
-        """The stream used where none is named, made when it is first asked for."""
-        if self._default is None:
-            with self._core.lock:
-                if self._default is None:
-                    self._default = self.new("default")
-        return self._default
-
-    @property
-    def has_default(self) -> bool:
-        """Whether the default stream was ever asked for."""
-        return self._default is not None
-
-    def _default_queue(self) -> Queue:
-        return self.default.queue
-
-    def sides(self, queue: Queue, n: int) -> list[Queue]:
-        """Queues of hidden streams, for the forks of graphs replayed on a stream."""
-        sides = self._sides.setdefault(queue, [])
-        while len(sides) < n:
-            sides.append(self.new(f"{queue.name}/fork{len(sides) + 1}"))
-        return [side.queue for side in sides[:n]]
-
-
-@contextlib.contextmanager
-def use_stream(stream: Stream) -> Iterator[Stream]:
-    """Make a stream the current one in this task, inside the block."""
-    if not isinstance(stream, Stream):
-        raise ParamInvalidError(
-            f"stream: expected a Stream, got {type(stream).__name__}",
-            argument="stream",
-            seen=type(stream).__name__,
-        )
-    before = _CURRENT.get()
-    _CURRENT.set((*before, stream))
-    try:
-        yield stream
-    finally:
-        _CURRENT.set(before)
-
-
-class _HasStreams(Protocol):
-    """What a device has for ``current_stream``."""
-
-    @property
-    def default_stream(self) -> Stream:
-        """The stream used where none is named."""
-
-
-def current_stream(device: _HasStreams | None = None) -> Stream:
-    """The stream in use in this task.
-
-    With a device: the innermost of that device, or its default stream.  Without: the innermost
-    of any; StreamError when this task uses none.
-    """
-    streams = _CURRENT.get()
-    if device is None:
-        if streams:
-            streams[-1].queue.executor.check_process()
-            return streams[-1]
-        raise StreamError(
-            "stream: expected a stream in use, got none; "
-            "use `with device.use(stream):` or name the device",
-            argument="stream",
-        )
-    default = getattr(type(device), "default_stream", None)
-    if default is None:
-        raise ParamInvalidError(
-            f"device: expected a Device or None, got {type(device).__name__}",
-            argument="device",
-            seen=type(device).__name__,
-        )
-    for stream in reversed(streams):
-        if stream.device is device:
-            stream.queue.executor.check_process()
-            return stream
-    return device.default_stream
-
-
-def set_current_stream(stream: Stream) -> None:
-    """Make a stream the current one of its device in this task, until another is.
-
-    The end of a surrounding ``use_stream`` block gives back what was current before that block.
-    """
-    stream.queue.executor.check_process()
-    forget_streams(stream.device)
-    _CURRENT.set((*_CURRENT.get(), stream))
-
-
-def forget_streams(device: Any) -> None:
-    """No stream of this device is the current one in this task any more."""
-    _CURRENT.set(tuple(stream for stream in _CURRENT.get() if stream.device is not device))

@@ -115,7 +115,7 @@ class Streams:
         """Leave the device if it was opened here; raises what it has not told anybody yet."""
         self.closed = True
         if self.was_set and self._device is not None:
-            from kvcore.runtime.stream import forget_streams
+            from kvcore.runtime.current import forget_streams
 
             forget_streams(self._device)
         self._owned.__exit__(kind, error, trace)
@@ -274,7 +274,7 @@ def _set_stream(stream: Stream) -> None:
     The device has it from then on: ``kvcore.current_stream`` and ``device.current_stream`` too.
     """
     if stream is not None:
-        from kvcore.runtime.stream import set_current_stream
+        from kvcore.runtime.current import set_current_stream
 
         streams = active()
         set_current_stream(the_stream(stream, streams).raw)

@@ -498,10 +498,10 @@ def test_frames_of_a_fault_of_the_package_are_shown(pytester: pytest.Pytester) -
     pytester.makepyfile(
         """
         import kvcore
-        from kvcore.runtime import memory
+        from kvcore.runtime import allocation
 
         def test_it(monkeypatch):
-            monkeypatch.setattr(memory, "_dims", None)
+            monkeypatch.setattr(allocation, "_dims", None)
             with kvcore.Device() as dev:
                 dev.empty(3)
         """
@@ -509,4 +509,4 @@ def test_frames_of_a_fault_of_the_package_are_shown(pytester: pytest.Pytester) -
     result = pytester.runpytest_inprocess()
     text = result.stdout.str()
     assert "'NoneType' object is not callable" in text
-    assert "memory.py" in text
+    assert "allocation.py" in text

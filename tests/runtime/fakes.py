@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvcore
-from kvcore.runtime.copies import ranges_of
+from kvcore.runtime.accesses import ranges_of
 from kvcore.runtime.memory import Buffer
 
 

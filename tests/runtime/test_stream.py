@@ -16,7 +16,7 @@ from anyio.lowlevel import checkpoint
 from fakes import FakePlan, Gate, Scatter, device
 
 import kvcore
-from kvcore.runtime.stream import current_stream
+from kvcore.runtime.current import current_stream
 
 
 async def test_work_runs_in_launch_order(clock: str) -> None:

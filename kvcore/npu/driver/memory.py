@@ -35,7 +35,8 @@ from kvcore.npu.call import memory as pools
 from kvcore.npu.cann import constants, library
 from kvcore.npu.cann.structs import MallocAttribute, MallocConfig
 from kvcore.npu.driver.handles import bare
-from kvcore.runtime.memory import DEFAULT_ALIGNMENT, Buffer, allocate, stand_in
+from kvcore.runtime.allocation import DEFAULT_ALIGNMENT, allocate
+from kvcore.runtime.memory import Buffer, stand_in
 
 if TYPE_CHECKING:
     from kvcore.npu.driver.parts import Hardware

@@ -21,8 +21,8 @@ from kvcore.errors import KVCoreError
 from kvcore.npu.cann import constants
 from kvcore.npu.cann.structs import MemcpyBatchAttr, MemLocation
 from kvcore.npu.driver import hostcalls
+from kvcore.runtime.arguments import PAGEABLE, array_of, space_of
 from kvcore.runtime.copies import Copy, Fill, bits
-from kvcore.runtime.memory import PAGEABLE, array_of, space_of
 
 if TYPE_CHECKING:
     from kvcore.npu.driver.parts import Hardware

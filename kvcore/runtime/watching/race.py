@@ -13,13 +13,14 @@ import numpy.typing as npt
 
 from kvcore.errors import RaceError
 from kvcore.runtime._storage import BufferCore
-from kvcore.runtime.memory import Buffer, host_memory
+from kvcore.runtime.arguments import host_memory
+from kvcore.runtime.memory import Buffer
 from kvcore.runtime.watching._shadow import HIT_WRITE
 from kvcore.runtime.watching._watch import Record, Watch
 
 if TYPE_CHECKING:
     from kvcore.runtime._storage import Storage
-    from kvcore.runtime.copies import Access
+    from kvcore.runtime.accesses import Access
     from kvcore.runtime.memory import Origin
     from kvcore.runtime.queues._executor import Line
     from kvcore.runtime.queues._marks import Op

@@ -24,8 +24,8 @@ from kvcore.npu.cann import constants, library
 from kvcore.npu.driver import lane, memory, records, transfers
 from kvcore.npu.driver.device import AclDriver
 from kvcore.npu.driver.handles import Handles
+from kvcore.runtime.arguments import space_of
 from kvcore.runtime.leaving import Life
-from kvcore.runtime.memory import space_of
 
 Program = Callable[[Double, kvcore.Device], Iterator[str]]
 
