@@ -23,7 +23,7 @@ from double.direct import Double
 import kvcore
 from kvcore.npu.call import launch
 from kvcore.npu.cann import library
-from kvcore.npu.driver.memory import AclBuffer
+from kvcore.npu.driver.buffers import AclBuffer
 from kvcore.runtime.memory import live_array
 
 __all__ = ["STAND_INS", "addresses"]

@@ -39,10 +39,11 @@ from kvcore.errors import (
     fail,
 )
 from kvcore.npu.cann import constants, library
+from kvcore.npu.driver.buffers import AclBuffer, end_all
 from kvcore.npu.driver.graph import NEEDED, AclProgram, Models
 from kvcore.npu.driver.handles import Handles, bare
+from kvcore.npu.driver.heap import Heap
 from kvcore.npu.driver.lane import AclLane
-from kvcore.npu.driver.memory import AclBuffer, Heap, end_all
 from kvcore.npu.driver.records import Events, Record, record_of
 from kvcore.npu.driver.turns import Turns
 from kvcore.npu.driver.watch import Watch
