@@ -25,9 +25,11 @@ Who does what:
 ``starting``       ``start`` and ``running``: the pieces above in order, and every refusal in words.
 ``hooks``          what is done when torch_npu has been imported: the fallback is registered.
 ``fallback``       torch's CPU kernels as tasks in stream order, for every operator (``operators``
-                   says which, ``views`` gives them the memory, ``randomness`` a generator).
+                   says which, ``arguments`` and ``outputs`` what a call is, ``views`` gives them
+                   the memory, ``randomness`` a generator); ``_calls`` remembers calls by their
+                   signature, and is what each costs.
 ``vendor``         operators that clients of torch_npu reach outside of it: ATB's, the selection.
-``tasks``          Python functions as tasks of a stream.
+``tasks``          Python's tasks of a stream, from the start to the exit; ``_tasks`` runs them.
 ``checking``       the checks: what the machine's journal says, in words; ``_races`` reads it,
                    ``_lines`` has the lines of the program, ``modes`` sees torch's operators.
 ``touched``        which bytes of a tensor an operator with indices uses (``_ranges``).

@@ -40,6 +40,21 @@ cdef uint64_t here(str name) except 0:
     return enter(name, call_site())
 
 
+cdef uint64_t current(str name) except 0:
+    """The line that this thread has said; where it has said none, the caller's, or ``name``."""
+    cdef uint64_t number = 0
+    if set_line != NULL:
+        number = set_line(0)
+        set_line(number)
+    return number if number else here(name)
+
+
+cdef str text_at(uint64_t number, str name):
+    """``name (file:line)``, for what is reported later."""
+    file, line = places[number]
+    return f"{name} ({file}:{line})" if line else f"{name} ({file})"
+
+
 def begin(str name):
     """Say that this thread's calls come from its caller's line; returns what ``end`` wants."""
     return 0 if set_line == NULL else set_line(here(name))
@@ -54,22 +69,6 @@ def end(uint64_t before):
 def place(uint64_t number):
     """(file, line) of a number; line 0: the file is the words for what has no line."""
     return places[number] if number < <uint64_t>len(places) else places[0]
-
-
-def where(str name):
-    """``name (file:line)``, for what is reported later."""
-    cdef uint64_t number
-    if set_line == NULL:
-        site = call_site()
-        if site is None:
-            return f"{name} (backward)"
-        return f"{name} ({site[0].co_filename}:{site[1]})"
-    number = set_line(0)
-    set_line(number)
-    if not number:
-        number = here(f"backward of {name}")
-    file, line = places[number]
-    return f"{name} ({file}:{line})" if line else f"{name} ({file})"
 
 
 def last():

@@ -11,7 +11,6 @@ check="raise".  The functions of ``torch.npu`` that make no operator say their l
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import os
 import re
@@ -63,26 +62,21 @@ def begin(settings: Settings) -> None:
     leaking = "leakcheck" in _tools
     start, size, _, _ = loaded.ranges()
 
-    def address(name: str) -> int:
-        found = ctypes.cast(getattr(core, name), ctypes.c_void_p).value
-        assert found is not None
-        return found
-
     races = Races(
         "racecheck",
         _race,
         _rule,
         _freed,
         _unwritten,
-        address("kvdouble_read_journal"),
-        address("kvdouble_task"),
+        loaded.address("kvdouble_read_journal"),
+        loaded.address("kvdouble_task"),
         start,
         start + size,
     )
     races.check_order = bool(_tools & {"racecheck", "memcheck"})
     races.check_memory = "memcheck" in _tools
     races.check_reads = "initcheck" in _tools
-    _lines.bind(address("kvdouble_line"))
+    _lines.bind(loaded.address("kvdouble_line"))
     core.kvdouble_journal(True)
     if settings.report is not None:
         collector.file = _own_file(settings.report)

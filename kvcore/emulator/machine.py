@@ -79,6 +79,12 @@ class Machine:
         self.core.kvdouble_quiet(True)
         self.core.kvdouble_lenient_texts(True)
 
+    def address(self, name: str) -> int:
+        """Where a function or a counter of the machine's lies, for compiled callers."""
+        found = ctypes.cast(getattr(self.core, name), c_void_p).value
+        assert found is not None
+        return found
+
     def ranges(self) -> tuple[int, int, int, int]:
         """Device addresses: the first, how many, how far from each its byte lies, and from which
         on they are the device's view of registered host memory, which has no such byte.

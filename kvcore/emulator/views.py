@@ -14,7 +14,7 @@ import torch
 
 from kvcore.emulator import machine
 
-__all__ = ["Views"]
+__all__ = ["Views", "span"]
 
 
 class Views:
@@ -37,30 +37,42 @@ class Views:
 
     def of(self, tensor: Any) -> Any:
         """A CPU tensor with the size, strides, dtype and memory of an NPU tensor."""
-        size, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
-        if tensor.numel() == 0:
-            return torch.empty_strided(size, stride, dtype=dtype)
-        address = tensor.data_ptr()
-        if address >= self.swapped:
-            return self._of_host(tensor, address)
-        whole = self._whole.get(dtype)
-        if whole is None:
-            whole = self._whole[dtype] = self._bytes.view(dtype)
-        return whole.as_strided(size, stride, (address - self.start) // tensor.itemsize)
+        made, _ = self.at(
+            tensor.shape, tensor.stride(), tensor.dtype, span(tensor), tensor.data_ptr()
+        )
+        return made
 
-    def _of_host(self, tensor: Any, address: int) -> Any:
+    def at(
+        self, size: Any, stride: tuple[int, ...], dtype: Any, extent: int, address: int
+    ) -> tuple[Any, bool]:
+        """A CPU tensor over the bytes at a device address, and whether it may be used again.
+
+        extent: bytes from its first to past its last.  Registered memory may be another's next
+        time, and a tensor without elements is its caller's to resize.
+        """
+        # Tensors of inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            if not extent:
+                return torch.empty_strided(size, stride, dtype=dtype), False
+            if address >= self.swapped:
+                flat = self._of_host(address, extent, dtype)
+                return flat.as_strided(size, stride), False
+            whole = self._whole.get(dtype)
+            if whole is None:
+                whole = self._whole[dtype] = self._bytes.view(dtype)
+            place = (address - self.start) // whole.itemsize
+            return whole.as_strided(size, stride, place), True
+
+    def _of_host(self, address: int, extent: int, dtype: Any) -> Any:
         host = self._core.kvdouble_host_address(address)
         if not host:
             raise RuntimeError(f"{address:#x} is no device address of registered host memory")
-        memory = (ctypes.c_char * span(tensor)).from_address(host)
-        flat = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
-        return flat.as_strided(tensor.shape, tensor.stride())
+        memory = (ctypes.c_char * extent).from_address(host)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
 
 
 def span(tensor: Any) -> int:
     """Bytes from a tensor's first element to past its last."""
-    if tensor.is_contiguous():
-        return int(tensor.nbytes)
     if tensor.numel() == 0:
         return 0
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

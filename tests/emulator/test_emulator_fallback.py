@@ -118,6 +118,46 @@ def test_factories(npu: Any, torch: Any) -> None:
         same(make("npu"), make("cpu"), torch)
 
 
+def test_equal_numbers_of_other_types_are_other_calls(npu: Any, torch: Any) -> None:
+    """True, 1 and 1.0 are one key of a table, and three types to torch."""
+    mask, whole = torch.tensor([True, False]), torch.tensor([1, 2])
+    for number in (True, 1, 1.0, True):
+        for host in (mask, whole):
+            same(host.npu() + number, host + number, torch)
+    for end in (3, 3.0, 3):
+        same(torch.arange(end, device="npu"), torch.arange(end), torch)
+    x = torch.arange(16.0).view(1, 1, 4, 4)
+    for factor in (2.0, 1.5):
+        grown = torch.nn.functional.interpolate(x.npu(), scale_factor=factor)
+        same(grown, torch.nn.functional.interpolate(x, scale_factor=factor), torch)
+
+
+def test_the_same_memory_under_another_shape(npu: Any, torch: Any) -> None:
+    """A freed block comes back with other sizes and types: the kernel sees what is there now."""
+    shapes: list[tuple[Any, Callable[[Any], Any]]] = [
+        (torch.arange(12.0), lambda x: x.view(3, 4)),
+        (torch.arange(12.0), lambda x: x.view(4, 3).t()),
+        (torch.arange(12, dtype=torch.int32), lambda x: x),
+        (torch.arange(24, dtype=torch.float16), lambda x: x[::2]),
+    ]
+    for host, seen in 3 * shapes:
+        there, here = host.npu(), host.clone()
+        same(seen(there) + 1, seen(here) + 1, torch)
+        seen(there).mul_(2)
+        seen(here).mul_(2)
+        same(there, here, torch)
+        del there
+
+
+def test_tensors_made_in_inference_mode_are_written_outside_of_it(npu: Any, torch: Any) -> None:
+    x = torch.zeros(4, device="npu")
+    with torch.inference_mode():
+        y = x + 1
+    x.add_(1)
+    x.add_(y)
+    assert x.cpu().tolist() == [2.0] * 4
+
+
 def test_gradients(npu: Any, torch: Any) -> None:
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -190,7 +230,7 @@ def test_indices_are_captured_and_masks_are_not(npu: Any, torch: Any) -> None:
 
 
 def test_what_a_dropped_graph_held_is_forgotten(npu: Any, torch: Any) -> None:
-    from kvcore.emulator import tasks
+    from kvcore.emulator import _tasks
 
     x = torch.zeros(4, device="npu")
     for _ in range(3):
@@ -203,7 +243,7 @@ def test_what_a_dropped_graph_held_is_forgotten(npu: Any, torch: Any) -> None:
     gc.collect()
     x.add_(1)
     torch.npu.synchronize()
-    assert tasks._tasks == {}
+    assert _tasks.held() == 0
 
 
 @pytest.mark.parametrize("call", [lambda t, x: x.nonzero(), lambda t, x: t.equal(x, x)])

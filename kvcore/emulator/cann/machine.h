@@ -180,7 +180,7 @@ struct task {
     void (*describe)(const struct task *task, char *text, size_t size);
     void *data;
     struct touch *touches;
-    int num_touches;
+    int num_touches, room_touches;
     int fault;                   // ordered with kvdouble_fail_async
     struct recording *record;    // completes this
     struct recording *wait;      // begins after this
@@ -234,6 +234,7 @@ struct stream {
 
 struct task *kvd_new_task(int (*run)(struct task *));
 void kvd_drop_task(struct task *task);
+void kvd_room_for_touches(struct task *task, size_t more);
 // Remembers that the task touches the memory; what: for the text.  Violation if out of bounds.
 int kvd_touch(struct task *task, const void *address, size_t size, bool write, const char *what);
 // A launched task that has not passed and touches these bytes, one of both writing; NULL if none.

@@ -78,30 +78,31 @@ void kvd_complete_machine(void) {
 // -- tasks ------------------------------------------------------------------------------------------
 
 struct python_task {
-    int (*run)(uint64_t id);
-    uint64_t id;
+    int (*run)(void *object, bool kept);
+    void *object;
     bool captured, forgotten;
     char *text;
 };
 
-// Tasks that were dropped, for Python to forget: whoever drops one may hold the machine's lock.
-static uint64_t *dropped;
+// Objects whose tasks were dropped, for Python to let go of: whoever drops one may hold the machine's
+// lock.
+static void **dropped;
 size_t kvdouble_num_dropped;  // Python looks at it before it asks
 static size_t room_dropped;
 
-static void drop(struct task *t) {
-    struct python_task *p = t->data;
-    free(p->text);
-    if (p->forgotten) {  // Python let go of it when it ran
-        free(p);
-        return;
-    }
+static void give_back(void *object) {
     if (kvdouble_num_dropped == room_dropped) {
         room_dropped = 2 * room_dropped + 256;
         dropped = realloc(dropped, room_dropped * sizeof *dropped);
         if (!dropped) abort();
     }
-    dropped[kvdouble_num_dropped++] = p->id;
+    dropped[kvdouble_num_dropped++] = object;
+}
+
+static void drop(struct task *t) {
+    struct python_task *p = t->data;
+    if (!p->forgotten) give_back(p->object);  // otherwise Python let go of it when it ran
+    free(p->text);
     free(p);
 }
 
@@ -117,15 +118,7 @@ static int run(struct task *t) {
         own_state = python.save();
     }
     p->forgotten = !p->captured;
-    return p->run(p->id);
-}
-
-static _Thread_local char *next_text;
-
-// What the next task that this thread launches is, with the shapes that an update may not change.
-void kvdouble_describe(const char *text) {
-    free(next_text);
-    next_text = strdup(text);
+    return p->run(p->object, p->captured);
 }
 
 static void describe(const struct task *t, char *text, size_t size) {
@@ -144,26 +137,39 @@ void kvd_leave_python(void) {
     own_state = NULL;
 }
 
-// A function of the host as a task, in stream order, captured like any other.  touches: three
-// numbers each, an address, a size and flags (RANGE_WRITE, RANGE_SPAN).
-int kvdouble_launch(void *stream, const char *name, int (*function)(uint64_t), uint64_t id,
-                    const uint64_t *touches, size_t count) {
+// The same text, for ever: what a task is called.
+const char *kvdouble_intern(const char *text) {
     pthread_mutex_lock(&kvd_lock);
-    name = kvd_intern(name);
+    text = kvd_intern(text);
     pthread_mutex_unlock(&kvd_lock);
-    int code = enter(name, RUNTIME, "%p, %llu", stream, (unsigned long long)id);
+    return text;
+}
+
+// An object of Python's as a task, in stream order, captured like any other.
+// symbol: of kvdouble_intern.  function: runs the object; kept: it will be run again, or given back,
+// and otherwise Python lets go of it.  An object that is refused is given back too.  id: for the
+// journal.  touches: three numbers each, an address, a size and flags (RANGE_WRITE, RANGE_SPAN).
+// text: the operator with shapes and types, which an update may not change; or NULL.
+int kvdouble_launch(void *stream, const char *symbol, int (*function)(void *object, bool kept),
+                    void *object, uint64_t id, const uint64_t *touches, size_t count,
+                    const char *text) {
+    int code = enter(symbol, RUNTIME, "%p, %llu", stream, (unsigned long long)id);
     struct stream *s = code ? NULL : kvd_stream(stream, &code);
-    if (!s) return leave(code);
+    if (!s) {
+        give_back(object);
+        return leave(code);
+    }
     pthread_once(&looked, look);
     struct task *t = kvd_new_task(run);
     struct python_task *p = malloc(sizeof *p);
     if (!p) abort();
-    *p = (struct python_task){function, id, s->capture || s->update, false, next_text};
-    next_text = NULL;
+    bool kept = s->capture || s->update;
+    *p = (struct python_task){function, object, kept, false, kept && text ? strdup(text) : NULL};
     t->data = p;
     t->release = drop;
     t->describe = describe;
     t->id = id;
+    kvd_room_for_touches(t, count);
     for (size_t i = 0; i < count && !code; i++) {
         const uint64_t *one = touches + 3 * i;
         int before = t->num_touches;
@@ -178,11 +184,11 @@ int kvdouble_launch(void *stream, const char *name, int (*function)(uint64_t), u
     return leave(kvd_launch(s, t));
 }
 
-// Tasks dropped since the last call, at most room of them.
-size_t kvdouble_dropped(uint64_t *ids, size_t room) {
+// Objects given back since the last call, at most room of them.
+size_t kvdouble_dropped(void **objects, size_t room) {
     pthread_mutex_lock(&kvd_lock);
     size_t n = kvdouble_num_dropped < room ? kvdouble_num_dropped : room;
-    if (n) memcpy(ids, dropped + kvdouble_num_dropped - n, n * sizeof *ids);
+    if (n) memcpy(objects, dropped + kvdouble_num_dropped - n, n * sizeof *objects);
     kvdouble_num_dropped -= n;
     pthread_mutex_unlock(&kvd_lock);
     return n;

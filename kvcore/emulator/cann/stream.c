@@ -51,6 +51,13 @@ void kvd_drop_task(struct task *t) {
     free(t);
 }
 
+void kvd_room_for_touches(struct task *t, size_t more) {
+    if (!more) return;
+    t->room_touches = t->num_touches + (int)more;
+    t->touches = realloc(t->touches, (size_t)t->room_touches * sizeof *t->touches);
+    if (!t->touches) abort();
+}
+
 int kvd_touch(struct task *t, const void *address, size_t size, bool write, const char *what) {
     struct block *b;
     enum place place = kvd_find(address, &b);
@@ -62,11 +69,7 @@ int kvd_touch(struct task *t, const void *address, size_t size, bool write, cons
     if (!kvd_fits(b, offset, size))
         return violate(RT_PARAM_INVALID, "5.3", "%s: %zu bytes at offset %zu leave the memory of %zu",
                        what, size, offset, b->size);
-    if ((t->num_touches & (t->num_touches - 1)) == 0) {  // room grows by doubling
-        size_t room = t->num_touches ? 2 * (size_t)t->num_touches : 1;
-        t->touches = realloc(t->touches, room * sizeof *t->touches);
-        if (!t->touches) abort();
-    }
+    if (t->num_touches == t->room_touches) kvd_room_for_touches(t, t->num_touches ? t->num_touches : 4);
     t->touches[t->num_touches++] = (struct touch){b, offset, size, write, write};
     b->refs++;
     return OK;
