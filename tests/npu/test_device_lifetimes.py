@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,47 @@ def test_buffers_that_go_behind_a_direct_call(npu: Double, away: str) -> None:
         assert seen.numpy().reshape(8, 32)[[0, 5]].all()
         take_memory(dev)
         assert npu.live("device_memory") == before - count
+
+
+class Borrowed:
+    """Another library's array of device memory, which knows of no owner."""
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer
+
+    @property
+    def __kvcore_device_array__(self) -> Any:
+        return self._buffer.__kvcore_device_array__
+
+
+class Owned(Borrowed):
+    """One that says what its memory goes with."""
+
+    def __init__(self, buffer: Any) -> None:
+        super().__init__(buffer)
+        self.owner = Borrowed(buffer)
+
+    @property
+    def __kvcore_owner__(self) -> object:
+        return self.owner
+
+
+@pytest.mark.parametrize("kind", [Borrowed, Owned])
+def test_a_direct_call_holds_what_owns_the_memory(npu: Double, kind: type[Borrowed]) -> None:
+    """The array itself, unless it names another object; and that only until the call is done."""
+    with kvcore.Device(backend="aclnn") as dev:
+        placed = buffers(dev)
+        array = kind(placed["key"])
+        seen, owner = weakref.ref(array), weakref.ref(getattr(array, "owner", array))
+        kvcore.scatter_pa_kv_cache(**{**placed, "key": array})
+        del array
+        gc.collect()
+        assert owner() is not None
+        assert (seen() is None) == (kind is Owned)
+        dev.default_stream.synchronize_blocking()
+        take_memory(dev)
+        gc.collect()
+        assert owner() is None
 
 
 @pytest.mark.parametrize("handed_over", [False, True])

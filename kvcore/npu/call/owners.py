@@ -69,16 +69,20 @@ def _answer(array: Any, rows: int, place: tuple[int, int, int], device_id: int) 
 
 
 class BufferOwner(Owner):
-    """Arrays with ``__kvcore_device_array__``."""
+    """Arrays with ``__kvcore_device_array__``.
+
+    One that may be freed before the device is done with it also has ``__kvcore_owner__``: the
+    object that keeps its memory alive.  Of any other the array itself does.
+    """
 
     def stream(self) -> int:
         """The one that the buffer names."""
         return int(self.like.source.__kvcore_device_array__.stream)
 
     def keeper(self, one: Argument) -> object:
-        """The allocation, which then outlives a buffer that is freed; else the array."""
-        allocation = getattr(one.source, "_allocation", None)
-        return one.source if allocation is None else allocation()
+        """What the array names as its memory's owner; else the array itself."""
+        owner: object = getattr(one.source, "__kvcore_owner__", one.source)
+        return owner
 
     def empty(self, rows: int) -> tuple[Any, Argument]:
         """A buffer of the same device."""

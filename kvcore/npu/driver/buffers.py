@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvcore.runtime._storage import Storage
     from kvcore.runtime.core import Core
 
-__all__ = ["AclBuffer", "DeviceArray", "Held", "end_all"]
+__all__ = ["AclBuffer", "BufferDescription", "HeldBuffers", "end_all"]
 
 
 def end_all(buffers: Iterable[AclBuffer]) -> None:
@@ -34,7 +34,7 @@ def end_all(buffers: Iterable[AclBuffer]) -> None:
         buffer._end()  # noqa: SLF001  (no method: programs have the buffer too)
 
 
-class Held:
+class HeldBuffers:
     """The memory of a launch's buffers: they may be freed before it is done, or handed over.
 
     owners: what the launch's arrays belong to; those that are no buffers hold themselves.
@@ -67,7 +67,7 @@ _handing_over = _HandingOver()
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceArray:
+class BufferDescription:
     """What operators are told of a buffer; see ``kvcore._core.adopt``.
 
     address: of element 0, as the device has it; strides: bytes; base, storage_bytes: the whole
@@ -131,8 +131,9 @@ class AclBuffer(Buffer):
         held = _handing_over.held.get(self)
         return (self.storage.array, self._live()) if held is None else held
 
-    def _allocation(self) -> object:
-        """What the memory goes with: a direct call holds it until the device is done."""
+    @property
+    def __kvcore_owner__(self) -> object:
+        """What keeps the memory: a call holds it until the device is done, freed or not."""
         return self._whole_and_view()[0].base
 
     @property
@@ -143,7 +144,7 @@ class AclBuffer(Buffer):
         return self._whole_and_view()[1]
 
     @property
-    def __kvcore_device_array__(self) -> DeviceArray | None:
+    def __kvcore_device_array__(self) -> BufferDescription | None:
         """What operators on the device are told; None for pinned memory, which it cannot use."""
         if self.space == "host":
             return None
@@ -152,7 +153,7 @@ class AclBuffer(Buffer):
         memory: Any = whole.base
         piece: Piece = memory.piece
         shift = piece.seen_at - piece.address
-        return DeviceArray(
+        return BufferDescription(
             address=array.ctypes.data + shift,
             shape=array.shape,
             strides=array.strides,
