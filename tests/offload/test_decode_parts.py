@@ -193,6 +193,7 @@ def test_write_policies() -> None:
     assert back.due(clean=5, accepted=7, end=9, rows=6, most=2) == 5, "one more step fits"
     assert back.due(clean=5, accepted=7, end=9, rows=5, most=2) == 7, "drafts are not sent"
     assert (through.rows_needed(3), back.rows_needed(3)) == (3, 6)
+    assert (through.pieces(12, 4), back.pieces(12, 4), back.pieces(250, 4)) == (4, 1.0, 2.5)
     with pytest.raises(ParamInvalidError, match=r"expected one of write_through, write_back"):
         make_write_policy("none")
 

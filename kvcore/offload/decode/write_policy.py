@@ -39,6 +39,12 @@ class WritePolicy(Protocol):
         rows:     of the ring; most: tokens of a step.
         """
 
+    def pieces(self, tokens: int, requests: int) -> float:
+        """Contiguous pieces in which the rows of a step leave, for an estimate of their cost.
+
+        tokens: that a step writes; requests: that write them.
+        """
+
 
 class WriteThrough:
     """Every row at once."""
@@ -57,11 +63,17 @@ class WriteThrough:
         """All that there is."""
         return end
 
+    def pieces(self, tokens: int, requests: int) -> float:
+        """One a request: its rows of the step are neighbours."""
+        return requests
+
 
 class WriteBack:
     """Rows stay until the ring has no room for another step."""
 
     name = "write_back"
+    #: Rows that leave together, as an estimate has it.
+    ROWS_TOGETHER = 100
 
     def rows_needed(self, most: int) -> int:
         """One step's that may be rejected, and room for the next."""
@@ -70,6 +82,10 @@ class WriteBack:
     def default_rows(self, most: int) -> int:
         """So that some hundred rows leave together."""
         return max(128, 2 * most)
+
+    def pieces(self, tokens: int, requests: int) -> float:
+        """On average over many steps: the same rows in the end, a hundred at a time."""
+        return max(1.0, tokens / self.ROWS_TOGETHER)
 
     def due(self, clean: int, accepted: int, end: int, rows: int, most: int) -> int:
         """What was accepted, when the next step would overwrite the oldest that is not clean."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from kvcore.errors import fail
 from kvcore.offload.blocks.pool import BlockPool
 from kvcore.offload.decode.result import StepResult
+from kvcore.offload.decode.write_policy import make_write_policy
 from kvcore.replay.clock.compute_time import ComputeTime
 from kvcore.replay.clock.step_clock import StepClock
 from kvcore.replay.models.profile import ModelProfile
@@ -87,6 +88,7 @@ class Offloaded(Strategy[OffloadReport]):
             fail("options", "OffloadOptions", type(options).__name__)
         self.model, self.options = model, options
         self.profile, self.pool_entries = fit(model, options)
+        self._write_policy = make_write_policy(options.write_policy)
         self._compute = ComputeTime(model, options.drafts)
         self.verify_samples = options.verify_samples // 2  # the others are of rows as served
         self.times = Timings()
@@ -229,9 +231,8 @@ class Offloaded(Strategy[OffloadReport]):
         result = self._real_step(who, states, step.tokens, stands, compute_us)
         rows = self._rows(who, states, contexts, tokens, result)
         written = int(tokens.sum())
-        times = self.clock.step(
-            rows, written, *self._sent(written, len(who)), compute_us / model.layers
-        )
+        pieces = self._write_policy.pieces(written, len(who))
+        times = self.clock.step(rows, written, written, pieces, compute_us / model.layers)
         us = self._step_us(result, times.us)
         sizes = np.array([len(group) for group in model.groups], np.float64)
         moved = rows.T @ sizes
@@ -256,13 +257,6 @@ class Offloaded(Strategy[OffloadReport]):
         for state in states:
             state.age += 1
         return stands
-
-    def _sent(self, written: int, batch: int) -> tuple[float, float]:
-        """Tokens whose rows go to the host in a step, and in how many pieces: a request one."""
-        if self.options.write_policy == "write_through":
-            return written, batch
-        # The same rows in the end, a hundred at a time.
-        return written, max(1.0, written / 100)
 
     def _real_step(
         self,
