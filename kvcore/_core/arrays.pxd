@@ -46,7 +46,7 @@ cdef class ArrayInfo:
     cdef readonly bint on_device
     cdef readonly int64_t address
 
-cdef class Held:
+cdef class HeldArray:
     cdef View _view
     cdef list _keep
     cdef bint _lasts

@@ -481,7 +481,7 @@ def read(object obj, str name="array"):
     return info_of(obj, name, &view)
 
 
-cdef class Held:
+cdef class HeldArray:
     """An array that is taken now and used later, by its address.
 
     obj: what was passed, kept alive with its memory; info: the ArrayInfo of this moment.

@@ -88,7 +88,7 @@ class PrefillOffloader:
         }
         self._shape = _common_shape(self._full)
         self._held = {
-            layer: [arrays.Held(lane, f"full[{layer}]") for lane in lanes]
+            layer: [arrays.HeldArray(lane, f"full[{layer}]") for lane in lanes]
             for layer, lanes in self._full.items()
         }
         overlap.check_all_apart(held.info for lanes in self._held.values() for held in lanes)

@@ -66,7 +66,7 @@ def pieces_of(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     return math.prod(count for count, *_ in axes) if a.size else 0
 
 
-def held(x: object, argument: str) -> list[arrays.Held]:
+def held(x: object, argument: str) -> list[arrays.HeldArray]:
     """What a run looks at again before it uses an array's address: nothing for a buffer.
 
     A buffer's bytes live as long as work holds them.  Other arrays can be resized or reshaped in
@@ -75,7 +75,7 @@ def held(x: object, argument: str) -> list[arrays.Held]:
     if isinstance(x, BufferCore):
         return []
     try:
-        return [arrays.Held(x, argument)]
+        return [arrays.HeldArray(x, argument)]
     except KVCoreError:
         # Of more than eight axes, or of another byte order: taken as the numpy array it is.
         return []

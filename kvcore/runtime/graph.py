@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from kvcore.runtime.queues._queue import Queue, StreamCore
     from kvcore.runtime.streams import Streams
 
-__all__ = ["Capture", "Graph", "Recording"]
+__all__ = ["Capture", "CaptureState", "Graph"]
 
 
-class Recording:
+class CaptureState:
     """What is recorded while a capture is open: the queues that take part, and their steps."""
 
     def __init__(self, core: Core, origin: Queue) -> None:
@@ -134,7 +134,7 @@ class Recording:
 class Graph:
     """Recorded launches; ``replay`` runs them.  Made by ``Device.capture``."""
 
-    def __init__(self, recording: Recording, streams: Streams, device: Any) -> None:
+    def __init__(self, recording: CaptureState, streams: Streams, device: Any) -> None:
         self.device = device
         self._recording = recording
         self._streams = streams
@@ -216,7 +216,7 @@ class Capture:
     def __init__(self, core: Core, stream: StreamCore, streams: Streams, device: Any) -> None:
         self._core = core
         self._queue = stream.queue
-        self._recording = Recording(core, stream.queue)
+        self._recording = CaptureState(core, stream.queue)
         self.graph = Graph(self._recording, streams, device)
         self._entered = False
 
@@ -258,7 +258,7 @@ class Capture:
 
 def join_or_refuse(queue: Queue, mark: Mark) -> bool:
     """A wait with a capture on one side or both; True when it was recorded."""
-    capture: Recording | None = mark.graph
+    capture: CaptureState | None = mark.graph
     if capture is not None and capture.is_open and queue.capture in (None, capture):
         capture.wait(queue, mark)
         return True

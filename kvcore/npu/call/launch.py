@@ -33,7 +33,7 @@ from kvcore.npu.call.values import Values
 from kvcore.npu.cann import library
 from kvcore.npu.cann.library import PHASE_ONE, Cann
 
-__all__ = ["CALLS", "Launch", "memory", "onto", "prepare", "release"]
+__all__ = ["CALLS", "PreparedCall", "memory", "onto", "prepare", "release"]
 
 #: By kvcore's name of the operator.
 CALLS: dict[str, type[OperatorCall]] = {
@@ -106,7 +106,7 @@ class Form:
             self._spare.append(values)
 
 
-def prepare(plan: Plan) -> Launch:
+def prepare(plan: Plan) -> PreparedCall:
     """What plan.run() calls; raises for what this machine cannot be given."""
     cann = library.current()
     form = plan.spec.form
@@ -122,10 +122,10 @@ def prepare(plan: Plan) -> Launch:
         fail("stats", "None on an NPU (its kernels count nothing)", "a dict")
     if form.call.harm is not None:
         form.call.refuse_harm()
-    return Launch(form, form.call.bound(placed))
+    return PreparedCall(form, form.call.bound(placed))
 
 
-class Launch:
+class PreparedCall:
     """One plan's call: queue it, any number of times, one at a time."""
 
     def __init__(self, form: Form, call: OperatorCall) -> None:

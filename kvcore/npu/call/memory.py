@@ -91,8 +91,8 @@ class Pool:
         self.stream = stream
         self.lock = threading.RLock()
         self._blocks: dict[str, DeviceMemory] = {}
-        self._retired: deque[tuple[int, Sequence[DeviceMemory | _Held]]] = deque()
-        self._stuck: list[DeviceMemory | _Held] = []
+        self._retired: deque[tuple[int, Sequence[DeviceMemory | _HeldArray]]] = deque()
+        self._stuck: list[DeviceMemory | _HeldArray] = []
 
     def take(self, purpose: str, nbytes: int) -> int:
         """Address of at least that many bytes, the same ones each time for a purpose."""
@@ -114,7 +114,7 @@ class Pool:
             self.retire([block])
         return grown.address
 
-    def retire(self, blocks: Sequence[DeviceMemory | _Held]) -> None:
+    def retire(self, blocks: Sequence[DeviceMemory | _HeldArray]) -> None:
         """Free these once what is on the stream now has passed."""
         if not blocks:
             return
@@ -165,7 +165,7 @@ class Pool:
             self._blocks = {}
             _all([partial(self._free, event, old) for event, old in [*retired, (0, blocks)]])
 
-    def _free(self, event: int, blocks: Sequence[DeviceMemory | _Held]) -> None:
+    def _free(self, event: int, blocks: Sequence[DeviceMemory | _HeldArray]) -> None:
         if event:
             self.cann.status("aclrtDestroyEvent")(event)
         _all([block.free for block in blocks])
@@ -224,7 +224,7 @@ def _all(calls: Iterable[Callable[[], None]]) -> None:
 Keep = Callable[[Any], object]
 
 
-class _Held:
+class _HeldArray:
     """An array that a launch uses; to "free" it is to let it go."""
 
     def __init__(self, array: Any) -> None:
@@ -243,7 +243,7 @@ class Room:
         self.stream = stream
         self.keep = keep
         self.pool = None if keep is not None else pool_of(cann, device_id, stream)
-        self._new: list[DeviceMemory | _Held] = []
+        self._new: list[DeviceMemory | _HeldArray] = []
 
     def __enter__(self) -> Room:
         if self.pool is not None:
@@ -267,7 +267,7 @@ class Room:
     def hold(self, array: Any) -> None:
         """Let an array live until the launch is done, whoever drops it before."""
         if array is not None:
-            self._new.append(_Held(array))
+            self._new.append(_HeldArray(array))
 
     def take(self, purpose: str, nbytes: int) -> int:
         """Bytes that only work on this launch's stream touches."""

@@ -22,7 +22,7 @@ from kvcore.npu.cann.constants import (
     ACL_ERROR_REPEAT_INITIALIZE,
     ACL_SUCCESS,
 )
-from kvcore.npu.cann.search import ENVIRONMENT, SETTINGS, Found, Search
+from kvcore.npu.cann.search import ENVIRONMENT, SETTINGS, LoadedLibrary, Search
 
 __all__ = ["Cann", "OnDevice", "current", "forget", "last_search", "thread", "why_not"]
 
@@ -45,14 +45,14 @@ class Cann:
     BackendUnavailableError; one that kvcore does not know, an AttributeError.
     """
 
-    def __init__(self, search: Search, runtime: Found) -> None:
+    def __init__(self, search: Search, runtime: LoadedLibrary) -> None:
         self.search = search
         self.runtime = runtime
         self.pid = os.getpid()
         self._lock = threading.RLock()
-        self._operators: list[Found] | None = None
-        self._meta: Found | None = None
-        self._homes: dict[str, Found | None] = {}
+        self._operators: list[LoadedLibrary] | None = None
+        self._meta: LoadedLibrary | None = None
+        self._homes: dict[str, LoadedLibrary | None] = {}
         self._unchecked: dict[str, Callable[..., int]] = {}
         self._soc: socs.SoC | None = None
         #: Within a device, that is; False once it was refused.
@@ -79,7 +79,7 @@ class Cann:
         """Whether this CANN has that function."""
         return self._home(name) is not None
 
-    def operators(self) -> list[Found]:
+    def operators(self) -> list[LoadedLibrary]:
         """The operator libraries, loaded now if they were not."""
         with self._lock:
             if self._operators is None:
@@ -92,12 +92,12 @@ class Cann:
         found = self._home(name)
         return None if found is None else found.path
 
-    def _home(self, name: str) -> Found | None:
+    def _home(self, name: str) -> LoadedLibrary | None:
         if name not in self._homes:
             self._homes[name] = self._look(name)
         return self._homes[name]
 
-    def _candidates(self, name: str) -> list[Found]:
+    def _candidates(self, name: str) -> list[LoadedLibrary]:
         group = prototypes.group_of(name)
         if group == "runtime":
             return [self.runtime]
@@ -108,7 +108,7 @@ class Cann:
             return [*meta, *libraries, self.runtime]
         return [*libraries, self.runtime]
 
-    def _look(self, name: str) -> Found | None:
+    def _look(self, name: str) -> LoadedLibrary | None:
         names = [name]
         if prototypes.group_of(name) == "operators":
             # Both phases of one operator come from one library.

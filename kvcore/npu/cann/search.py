@@ -26,7 +26,7 @@ from pathlib import Path
 
 from kvcore.npu.cann.trust import TRUST, Opened, Refused, opened
 
-__all__ = ["ENVIRONMENT", "SETTINGS", "Found", "Search"]
+__all__ = ["ENVIRONMENT", "SETTINGS", "LoadedLibrary", "Search"]
 
 ENVIRONMENT = "KVCORE_ACLNN_LIBRARY_PATH"
 #: Whatever changes where libraries are found.
@@ -56,7 +56,7 @@ USUAL_HOMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LoadedLibrary:
     """A library that was loaded."""
 
     path: str
@@ -102,7 +102,7 @@ class Search:
             yield home / "lib64"
             yield home / f"{platform.machine()}-linux" / "lib64"
 
-    def runtime(self) -> Found | None:
+    def runtime(self) -> LoadedLibrary | None:
         """The ACL runtime, or None."""
         names = RUNTIME_NAMES
         if "torch_npu" in sys.modules and not self.given:
@@ -122,11 +122,11 @@ class Search:
             return None
         return next(filter(None, (self.open(name, os.RTLD_GLOBAL) for name in names)), None)
 
-    def meta(self, runtime: Found) -> Found | None:
+    def meta(self, runtime: LoadedLibrary) -> LoadedLibrary | None:
         """libnnopbase.so beside the runtime library."""
         return self._beside(runtime, META_NAME, os.RTLD_GLOBAL)
 
-    def operators(self, runtime: Found) -> list[Found]:
+    def operators(self, runtime: LoadedLibrary) -> list[LoadedLibrary]:
         """Operator libraries in the order in which a symbol is looked for."""
         found = [self.open_file(path, 0) for path in self.custom_paths()]
         if not self.given:
@@ -152,7 +152,7 @@ class Search:
             for vendor in self._priorities(vendors / "config.ini"):
                 yield vendors / vendor / "op_api" / "lib" / CUSTOM_NAME
 
-    def open_file(self, path: Path, mode: int) -> Found | None:
+    def open_file(self, path: Path, mode: int) -> LoadedLibrary | None:
         """Load a file if it is there and no stranger can have written it."""
         found, outcome = None, "loaded"
         try:
@@ -160,7 +160,7 @@ class Search:
                 outcome = "not used: devlib holds stubs"
             else:
                 with opened(path, self.environ, self._owners(path)) as file:
-                    found = Found(str(path), _load(file, mode, str(path)))
+                    found = LoadedLibrary(str(path), _load(file, mode, str(path)))
         except Refused as refused:
             outcome = str(refused)
         except (OSError, RuntimeError, ValueError):  # a loop of links; a null byte
@@ -182,7 +182,7 @@ class Search:
         text = self.environ.get("ASCEND_OPP_PATH", "").strip()
         return [Path(text)] if text else []
 
-    def open(self, name: str, mode: int) -> Found | None:
+    def open(self, name: str, mode: int) -> LoadedLibrary | None:
         """Load by path or, without a slash, by the linker's rules, as far as those are safe."""
         if not mode & os.RTLD_NOLOAD and os.sep not in name:
             for folder in _linker_folders():
@@ -190,14 +190,14 @@ class Search:
                     # What the linker would take: looked at like any other, or not taken at all.
                     return self.open_file(folder / name, mode)
         try:
-            found = Found(name, ctypes.CDLL(name, mode=mode))
+            found = LoadedLibrary(name, ctypes.CDLL(name, mode=mode))
         except OSError as error:
             self.tried.append((name, str(error)))
             return None
         self.tried.append((name, "loaded"))
         return found
 
-    def _beside(self, runtime: Found, name: str, mode: int) -> Found | None:
+    def _beside(self, runtime: LoadedLibrary, name: str, mode: int) -> LoadedLibrary | None:
         if self.given:
             for folder in self.given:
                 found = self.open_file(folder / name, mode)
@@ -218,7 +218,7 @@ class Search:
             if self.open_file(path, os.RTLD_GLOBAL) is not None:
                 return
 
-    def opp_path(self, runtime: Found) -> str | None:
+    def opp_path(self, runtime: LoadedLibrary) -> str | None:
         """What ASCEND_OPP_PATH must be and is not; None when it is set or cannot be known."""
         named = self.environ.get("ASCEND_OPP_PATH", "").strip()
         if self.given or named or os.sep not in runtime.path:

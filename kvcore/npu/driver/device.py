@@ -44,9 +44,9 @@ from kvcore.npu.driver.graph import NEEDED, AclProgram, Models
 from kvcore.npu.driver.handles import Handles, bare
 from kvcore.npu.driver.heap import Heap
 from kvcore.npu.driver.lane import AclLane
-from kvcore.npu.driver.records import Events, Record, record_of
+from kvcore.npu.driver.records import Events, HardwareRecord, record_of
 from kvcore.npu.driver.turns import Turns
-from kvcore.npu.driver.watch import Watch
+from kvcore.npu.driver.watch import HardwareWatch
 from kvcore.runtime.abc import Driver
 from kvcore.runtime.memory import Buffer
 from kvcore.runtime.profile import SHIPPED, DeviceProfile
@@ -90,7 +90,7 @@ class AclDriver(Driver):
         self.lanes: list[AclLane] = []
         self.buffers: weakref.WeakSet[AclBuffer] = weakref.WeakSet()
         self.held: set[AclLane] = set()
-        self.doomed: set[Record] = set()
+        self.doomed: set[HardwareRecord] = set()
         self.failed = False
         self.complaints: list[KVCoreError] = []
 
@@ -124,7 +124,7 @@ class AclDriver(Driver):
         """Make the books of handles and memory; nothing is taken yet."""
         super().attach(core)
         cann, device_id = self.cann, self.device_id
-        self.watch = Watch(self)
+        self.watch = HardwareWatch(self)
         self.handles = Handles(cann, device_id)
         self.rings = Handles(cann, device_id)
         self.events = Events(cann)
@@ -297,7 +297,7 @@ class AclDriver(Driver):
 
 def _timed(mark: Mark, argument: str) -> int:
     """The event of a mark that was reached."""
-    record: Record | None = mark.position
+    record: HardwareRecord | None = mark.position
     if record is None or record.failure is not None or not record.handle:
         raise StreamError(
             f"{argument}: expected an event that was reached, got one that failed",

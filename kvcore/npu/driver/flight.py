@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvcore.npu.driver.records import Dependency, Record
+from kvcore.npu.driver.records import Dependency, HardwareRecord
 
 if TYPE_CHECKING:
     from kvcore.npu.driver.handles import Handles
@@ -94,7 +94,7 @@ class Flight:
             if losses is not None and self.losses != losses:
                 return False
             self._items.append(item)
-            if isinstance(item, Record):
+            if isinstance(item, HardwareRecord):
                 item.in_flight = True
             return True
 
@@ -106,17 +106,17 @@ class Flight:
             if self._items and self._items[0] is call:
                 self._items.popleft()
 
-    def passed(self, record: Record) -> None:
+    def passed(self, record: HardwareRecord) -> None:
         """The hardware is past a record: everything before it is done."""
         gone = []
         with self.lock:
             while record.in_flight and self._items:
                 item = self._items.popleft()
                 gone.append(item)
-                if isinstance(item, Record):
+                if isinstance(item, HardwareRecord):
                     item.in_flight = False
         for item in gone:
-            if isinstance(item, Record):
+            if isinstance(item, HardwareRecord):
                 item.resolve()
         record.resolve()
 
@@ -145,7 +145,7 @@ class Flight:
             self._items.clear()
             handle, self._handle = self._handle, 0
             for item in items:
-                if isinstance(item, Record):
+                if isinstance(item, HardwareRecord):
                     item.in_flight = False
                     # Before the handle goes: the events of a stream that is aborted are complete,
                     # and whoever sees one of them must see this too.
@@ -169,33 +169,33 @@ class Flight:
         with self.lock:
             return None if self.losses == losses else self._last_loss
 
-    def ends_with(self, record: Record) -> bool:
+    def ends_with(self, record: HardwareRecord) -> bool:
         """Whether the record is the last thing that the hardware was given."""
         with self.lock:
             return bool(self._items) and self._items[-1] is record
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[HardwareRecord]:
         """The records in flight."""
         with self.lock:
-            return [item for item in self._items if isinstance(item, Record)]
+            return [item for item in self._items if isinstance(item, HardwareRecord)]
 
-    def records_until(self, last: Record) -> list[Record]:
+    def records_until(self, last: HardwareRecord) -> list[HardwareRecord]:
         """The records in flight up to this one; it alone when it is not."""
         found = []
         with self.lock:
             for item in self._items:
-                if isinstance(item, Record):
+                if isinstance(item, HardwareRecord):
                     found.append(item)
                     if item is last:
                         return found
         return [last]
 
-    def waited_for(self, record: Record | None = None) -> list[Record]:
+    def waited_for(self, record: HardwareRecord | None = None) -> list[HardwareRecord]:
         """The records of other lanes that this one was told to wait for before a record of its.
 
         The last one of each lane, which says as much as those before it.
         """
-        last: dict[object, Record] = {}
+        last: dict[object, HardwareRecord] = {}
         with self.lock:
             for item in self._items:
                 if isinstance(item, Dependency):
@@ -211,4 +211,4 @@ class Flight:
         """What is in flight but records and waits."""
         with self.lock:
             items = list(self._items)
-        return [item for item in items if not isinstance(item, Record | Dependency)]
+        return [item for item in items if not isinstance(item, HardwareRecord | Dependency)]

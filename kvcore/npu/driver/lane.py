@@ -1,5 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lane whose work a hardware stream does; the package's page says how the two share it."""
+"""A lane whose work a hardware stream does; the package's page says how the two share it.
+
+It shares with ``FifoLane`` what every lane has (turns in the queue, ``Lane.in_order``), and no more
+than that.  A ``FifoLane`` calls each operation itself, so it knows when one begins, ends or fails:
+a mark is one more call behind them, a wait holds the queue on the host, and counts of what is in
+flight are enough.  Here the hardware begins the work, and waits by itself, and reports nothing: a
+mark is an event that is asked about, a failure is found afterwards and ends everything in flight at
+once, and memory is held item by item until a later event is known to be complete.  That is
+``Flight`` and ``HardwareRecord``, of which a ``FifoLane`` would use nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +22,7 @@ from kvcore.errors import KVCoreError
 from kvcore.npu.driver.flight import Flight
 from kvcore.npu.driver.handles import bare
 from kvcore.npu.driver.hostcalls import HostCall
-from kvcore.npu.driver.records import TIMEOUTS, Dependency, Record, record_of
+from kvcore.npu.driver.records import TIMEOUTS, Dependency, HardwareRecord, record_of
 from kvcore.npu.driver.transfers import within_host
 from kvcore.npu.driver.work import Handover, Work, name_of, owners_of, work_of
 from kvcore.runtime.abc import Lane
@@ -55,7 +64,7 @@ class AclLane(Lane):
         #: A mark behind everything launched here, or None.
         self._tail: Mark | None = None
         self._next_look = 0.0
-        self._stuck_at: Record | None = None
+        self._stuck_at: HardwareRecord | None = None
         #: Failures that the host was told of here, the last ones.
         self._told_of: deque[Failure] = deque(maxlen=32)
 
@@ -106,7 +115,7 @@ class AclLane(Lane):
     def place(self, timing: bool) -> Mark:
         """A new mark behind everything launched here."""
         mark = promise(self.queue)
-        mark.position = Record(self.queue.executor, mark, timing, self)
+        mark.position = HardwareRecord(self.queue.executor, mark, timing, self)
         self.record_mark(mark)
         return mark
 
@@ -134,8 +143,8 @@ class AclLane(Lane):
             self.hold_until(record.ready)
         self.in_order(partial(self._depend, record, self.flight.losses))
 
-    def _depend(self, record: Record, losses: int, step: Mark) -> Callable[[], object]:
-        """Tell the hardware to wait for a record.  Never raises, as ``Record.hand_over``."""
+    def _depend(self, record: HardwareRecord, losses: int, step: Mark) -> Callable[[], object]:
+        """Tell the hardware to wait for a record.  Never raises."""
         if step.failed or step.dropped:
             return _nothing
         executor, npu = self.queue.executor, self.npu
@@ -201,11 +210,11 @@ class AclLane(Lane):
             executor = self.queue.executor
             step = promise(self.queue)
             settle(executor, step)
-            Record(executor, promise(self.queue), False, self).hand_over(step)()
+            HardwareRecord(executor, promise(self.queue), False, self).hand_over(step)()
 
     # -- failing
 
-    def passed(self, record: Record) -> None:
+    def passed(self, record: HardwareRecord) -> None:
         """The hardware is past a record: everything before it is done."""
         self._stuck_at = None
         self.flight.passed(record)
@@ -298,7 +307,7 @@ class AclLane(Lane):
         self.npu.failed = True
         self._stuck_at = None
         for item in items:
-            if isinstance(item, Record):
+            if isinstance(item, HardwareRecord):
                 item.resolve(failure)
             elif isinstance(item, HostCall):
                 item.abandon(failure)

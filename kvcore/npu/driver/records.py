@@ -29,7 +29,7 @@ from kvcore.runtime.queues._outside import fail, promise, settle
 if TYPE_CHECKING:
     from kvcore.npu.driver.parts import OnHardware
 
-__all__ = ["TIMEOUTS", "Dependency", "Events", "Record", "record_of"]
+__all__ = ["TIMEOUTS", "Dependency", "Events", "HardwareRecord", "record_of"]
 
 #: Statuses that say "not yet".
 TIMEOUTS = (
@@ -46,7 +46,7 @@ class Events:
         self._idle: tuple[deque[int], deque[int]] = (deque(), deque())
         self._all: set[int] = set()
 
-    def lend(self, record: Record, timing: bool) -> int:
+    def lend(self, record: HardwareRecord, timing: bool) -> int:
         """A handle for as long as the record lives."""
         idle = self._idle[timing]
         try:
@@ -85,7 +85,7 @@ class Events:
         return self.drop(list(self._all))
 
 
-class Record:
+class HardwareRecord:
     """One record of an event on a stream, from its place in the queue to the hardware's report.
 
     mark:    what the program sees; None once it is resolved.
@@ -251,9 +251,9 @@ class Record:
             lane.passed(self)
 
 
-def _in_order(last: Record) -> list[Record]:
+def _in_order(last: HardwareRecord) -> list[HardwareRecord]:
     """What a record depends on, on other lanes, each before what depends on it; then itself."""
-    order: list[Record] = []
+    order: list[HardwareRecord] = []
     seen = {last}
     path = [(last, iter(last.lane.flight.waited_for(last)))]
     while path:
@@ -273,11 +273,11 @@ def _nothing() -> None:
     """The hardware will tell."""
 
 
-def record_of(executor: Executor, mark: Mark) -> Record:
+def record_of(executor: Executor, mark: Mark) -> HardwareRecord:
     """The record of a mark; an external event's begins with whoever first asks."""
-    record: Record | None = mark.position
+    record: HardwareRecord | None = mark.position
     if record is None:
-        record = mark.position = Record(executor, mark, False)
+        record = mark.position = HardwareRecord(executor, mark, False)
     return record
 
 
@@ -286,5 +286,5 @@ class Dependency:
 
     __slots__ = ("record",)
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: HardwareRecord) -> None:
         self.record = record

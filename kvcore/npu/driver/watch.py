@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from kvcore.errors import KVCoreError
 from kvcore.npu.driver import hostcalls
-from kvcore.npu.driver.records import TIMEOUTS, Record
+from kvcore.npu.driver.records import TIMEOUTS, HardwareRecord
 from kvcore.runtime.failures import took_too_long
 from kvcore.runtime.queues._marks import Mark
 from kvcore.runtime.queues._outside import promise, settle
@@ -31,7 +31,7 @@ from kvcore.runtime.waiting import hold
 if TYPE_CHECKING:
     from kvcore.npu.driver.parts import Hardware, OnHardware
 
-__all__ = ["Watch"]
+__all__ = ["HardwareWatch"]
 
 MAX_RINGS = 32
 #: Seconds between two looks of the watch: where nothing rings, and the longest otherwise.
@@ -45,13 +45,13 @@ class _Watched:
 
     __slots__ = ("records", "rings", "rung")
 
-    def __init__(self, records: list[Record], rung: Mark, rings: bool) -> None:
+    def __init__(self, records: list[HardwareRecord], rung: Mark, rings: bool) -> None:
         self.records = list(records)
         self.rung = rung
         self.rings = rings
 
 
-class Watch:
+class HardwareWatch:
     """Rings and the watch of one device; the driver's verbs of completion are here."""
 
     def __init__(self, driver: Hardware) -> None:
@@ -70,12 +70,12 @@ class Watch:
         """What to wait for until all of them are settled: one ring behind all, and again."""
         marks = [mark for mark in marks if mark.pending]
         for mark in marks:
-            record: Record = mark.position
+            record: HardwareRecord = mark.position
             if record.ready.pending and not record.handle:
                 self._watch(_Watched([record], record.ready, True))
                 yield record.ready
         while marks := [mark for mark in marks if mark.pending]:
-            records: list[Record] = [mark.position for mark in marks]
+            records: list[HardwareRecord] = [mark.position for mark in marks]
             yield self._ring_for(records)
             with self._driver.bind():
                 for record in records:
@@ -86,7 +86,7 @@ class Watch:
         if not mark.pending:
             return
         end = None if seconds is None else time.monotonic() + seconds
-        record: Record = mark.position
+        record: HardwareRecord = mark.position
         driver = self._driver
         while (
             record.ready.pending and not record.handle and (end is None or time.monotonic() < end)
@@ -114,7 +114,7 @@ class Watch:
     def look(self, mark: Mark) -> bool:
         """Whether the host, asking now, finds the mark settled."""
         if mark.pending:
-            record: Record = mark.position
+            record: HardwareRecord = mark.position
             with self._driver.bind():
                 if not record.handle:
                     self._look_at_held(set(), polling=True)
@@ -124,7 +124,7 @@ class Watch:
 
     # -- rings
 
-    def _ring_for(self, records: list[Record]) -> Mark:
+    def _ring_for(self, records: list[HardwareRecord]) -> Mark:
         """A mark that resolves when it is time to look at the records: all done, or one failed."""
         driver = self._driver
         with driver.bind():
@@ -141,7 +141,7 @@ class Watch:
             self._watch(_Watched(records, rung, rings))
             return rung
 
-    def _ring(self, records: list[Record], rung: Mark) -> bool:
+    def _ring(self, records: list[HardwareRecord], rung: Mark) -> bool:
         driver = self._driver
         cann = driver.cann
         if not cann.has("aclrtLaunchHostFunc"):
@@ -160,7 +160,7 @@ class Watch:
         self._calls[ring] = hostcalls.launch(cann, ring, partial(self._rang, ring, records, rung))
         return True
 
-    def _rang(self, ring: int, records: list[Record], rung: Mark) -> None:
+    def _rang(self, ring: int, records: list[HardwareRecord], rung: Mark) -> None:
         # On a thread of the driver: no ACL, and never an exception.  The records are held until
         # now, so that nobody records their events again before the ring's stream has seen them.
         records.clear()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvcore.errors import KVCoreError
 from kvcore.npu.call import launch as operators
 from kvcore.npu.cann import status
-from kvcore.npu.driver.buffers import Held
+from kvcore.npu.driver.buffers import HeldBuffers
 from kvcore.npu.driver.handles import bare
 from kvcore.npu.driver.transfers import Transfer
 from kvcore.runtime.copies import Copy, Fill
@@ -38,7 +38,7 @@ class Work(Handover):
         self._losses = lane.flight.losses
         self._lane = lane
         self._plan = plan
-        self._held = Held(owners)
+        self._held = HeldBuffers(owners)
         self.name = name_of(plan)
 
     def __getattr__(self, attribute: str) -> Any:

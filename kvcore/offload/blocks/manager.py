@@ -27,7 +27,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from kvcore.errors import fail
-from kvcore.offload.blocks.order import ArcOrder, LruOrder, Order
+from kvcore.offload.blocks.order import ArcOrder, EvictionOrder, LruOrder
 from kvcore.offload.checks import check_choice, check_integer, each_key
 
 __all__ = [
@@ -113,7 +113,7 @@ class OffloadManager:
         if type(events) is not bool:
             fail("events", "True or False", repr(events))
         self.capacity, self.policy = capacity, policy
-        self._order: Order = LruOrder() if policy == "lru" else ArcOrder(capacity)
+        self._order: EvictionOrder = LruOrder() if policy == "lru" else ArcOrder(capacity)
         self._entries: dict[Hashable, _Entry] = {}
         self._given_back: list[int] = []
         self._fresh = 0  # blocks from here on were never given out

@@ -12,13 +12,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
 
-__all__ = ["ArcOrder", "LruOrder", "Order"]
+__all__ = ["ArcOrder", "EvictionOrder", "LruOrder"]
 
 Keys = OrderedDict[Hashable, None]
 NOBODY = object()
 
 
-class Order(ABC):
+class EvictionOrder(ABC):
     """What a manager asks of an order."""
 
     @abstractmethod
@@ -42,27 +42,27 @@ class Order(ABC):
         """These entries give way."""
 
 
-class LruOrder(Order):
+class LruOrder(EvictionOrder):
     """The least recently used entry gives way."""
 
     def __init__(self) -> None:
         self._keys: Keys = OrderedDict()
 
     def add(self, key: Hashable) -> None:
-        """See Order."""
+        """Make the key the newest entry."""
         self._keys[key] = None
 
     def remove(self, key: Hashable) -> None:
-        """See Order."""
+        """Take the entry out."""
         del self._keys[key]
 
     def touch(self, key: Hashable, settled: bool) -> None:
-        """See Order."""
+        """Make the entry the newest; a key that is no entry is passed over."""
         if key in self._keys:
             self._keys.move_to_end(key)
 
     def victims(self, count: int, may_go: Callable[[Hashable], bool]) -> list[Hashable] | None:
-        """See Order."""
+        """Choose the least recently used entries that may go; None when there are too few."""
         found: list[Hashable] = []
         for key in self._keys:
             if len(found) == count:
@@ -72,12 +72,12 @@ class LruOrder(Order):
         return found if len(found) == count else None
 
     def evict(self, keys: Iterable[Hashable]) -> None:
-        """See Order."""
+        """Take the entries out."""
         for key in keys:
             del self._keys[key]
 
 
-class ArcOrder(Order):
+class ArcOrder(EvictionOrder):
     """Entries used once and used again, and the balance between them (after ARC, FAST 2003).
 
     As vLLM's manager has it: an entry is stored as used once; being touched when it can be read
@@ -93,17 +93,17 @@ class ArcOrder(Order):
         self.gone_again: Keys = OrderedDict()
 
     def add(self, key: Hashable) -> None:
-        """See Order."""
+        """Make the key an entry used once, and forget that it ever gave way."""
         self.gone_once.pop(key, None)
         self.gone_again.pop(key, None)
         self.once[key] = None
 
     def remove(self, key: Hashable) -> None:
-        """See Order."""
+        """Take the entry out."""
         del (self.once if key in self.once else self.again)[key]
 
     def touch(self, key: Hashable, settled: bool) -> None:
-        """See Order."""
+        """Move an entry to those used again; for a key that gave way, move the balance."""
         if key in self.once and settled:
             del self.once[key]
             self.again[key] = None
@@ -121,7 +121,7 @@ class ArcOrder(Order):
                     entries.move_to_end(key)
 
     def victims(self, count: int, may_go: Callable[[Hashable], bool]) -> list[Hashable] | None:
-        """See Order."""
+        """Choose first from the entries used once while they are at least ``target``."""
         left = len(self.once)
         once = (key for key in self.once if may_go(key))
         again = (key for key in self.again if may_go(key))
@@ -136,7 +136,7 @@ class ArcOrder(Order):
         return found
 
     def evict(self, keys: Iterable[Hashable]) -> None:
-        """See Order."""
+        """Take the entries out, and remember as many that gave way as there may be entries."""
         for key in keys:
             entries, gone = (
                 (self.once, self.gone_once) if key in self.once else (self.again, self.gone_again)

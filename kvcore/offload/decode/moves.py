@@ -37,7 +37,7 @@ Demand = tuple[int, float, int]
 MakeRows = Callable[[Hashable, int, int, int], Sequence[Any]]
 
 
-class Part(Protocol):
+class SingleMove(Protocol):
     """What a batch move is made of."""
 
     def run(self) -> None:
@@ -85,7 +85,7 @@ class BatchMove:
     def __init__(
         self,
         name: str,
-        parts: Sequence[Part],
+        parts: Sequence[SingleMove],
         arrays: tuple[Any, ...],
         demands: list[Demand],
         bytes_moved: int,

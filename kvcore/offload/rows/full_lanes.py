@@ -32,7 +32,7 @@ class FullLane:
     )  # fmt: skip
 
     def __init__(self, name: str, full: Any) -> None:
-        self.given = arrays.Held(full, name)
+        self.given = arrays.HeldArray(full, name)
         info = self.given.info
         if len(info.shape) not in (2, 3) or 0 in info.shape:
             fail(name, "rows [tokens, size] or blocks [blocks, block_size, size]", info.shape)

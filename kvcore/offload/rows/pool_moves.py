@@ -65,7 +65,7 @@ class PoolOutput:
         if isinstance(out, np.ndarray) or not isinstance(out, Sequence):
             fail("out", "a sequence with an array a lane", type(out).__name__)
         self.arrays = tuple(out)
-        self.held = [arrays.Held(array, f"out[{lane}]") for lane, array in enumerate(out)]
+        self.held = [arrays.HeldArray(array, f"out[{lane}]") for lane, array in enumerate(out)]
         self.infos = [held.info for held in self.held]
 
 

@@ -34,7 +34,7 @@ class Node:
 
 @final
 @disjoint_base
-class Lane:
+class StreamTail:
     def __new__(cls) -> Self: ...
 
 @final

@@ -93,7 +93,7 @@ cdef class Node:
 
 
 @cython.final
-cdef class Lane:
+cdef class StreamTail:
     """The tail of one stream: what its next operation must wait for."""
 
     cdef list tail
@@ -171,15 +171,15 @@ cdef class ModelClock:
         if not self.free_launches:
             self.host += us
 
-    cdef Lane lane(self, int index):
-        cdef Lane lane = self.lanes.get(index)
+    cdef StreamTail lane(self, int index):
+        cdef StreamTail lane = self.lanes.get(index)
         if lane is None:
-            lane = self.lanes[index] = Lane()
+            lane = self.lanes[index] = StreamTail()
         return lane
 
     def launched(self, queue, Op op):
         """A node for an operation that is being launched."""
-        cdef Lane lane
+        cdef StreamTail lane
         cdef Node node
         cdef int index = queue.index
         self.charge(self.launch_cost)
@@ -223,14 +223,14 @@ cdef class ModelClock:
 
     def marked(self, queue):
         """The position of a record that is being launched."""
-        cdef Lane lane = self.lanes.get(queue.index)
+        cdef StreamTail lane = self.lanes.get(queue.index)
         if lane is None:
             return Position([], self.host)
         return Position(lane.tail[:], max(lane.time, self.host))
 
     def waited(self, queue, Position position):
         """What is launched on the queue from here on comes after the position."""
-        cdef Lane lane = self.lane(queue.index)
+        cdef StreamTail lane = self.lane(queue.index)
         cdef Node node
         cdef list tail = []
         position.settled()
@@ -253,7 +253,7 @@ cdef class ModelClock:
     def kept(self, queue, Position position):
         """The record of a promise is being launched, or (None) will never be."""
         cdef Node gate = position.nodes[0]
-        cdef Lane lane = None if queue is None else self.lanes.get(queue.index)
+        cdef StreamTail lane = None if queue is None else self.lanes.get(queue.index)
         gate.ready = max(self.host, self.served_to)
         if lane is not None:
             gate.ready = max(gate.ready, lane.time)

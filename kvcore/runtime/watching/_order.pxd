@@ -27,7 +27,7 @@ cdef class Stamp:
 
 
 @cython.final
-cdef class Lane:
+cdef class StreamClock:
     cdef readonly str name
     cdef readonly Vector vector
     cdef readonly int64_t count
@@ -42,9 +42,9 @@ cdef class Order:
     cdef int64_t host_version
     cdef Vector host_vector
 
-    cdef Lane at(self, int index)
-    cdef int follow(self, Lane lane, Stamp stamp) except -1
-    cdef int settle(self, Lane lane) except -1
+    cdef StreamClock at(self, int index)
+    cdef int follow(self, StreamClock lane, Stamp stamp) except -1
+    cdef int settle(self, StreamClock lane) except -1
     cdef int fold(self, Note note) except -1
     cpdef launched(self, int index, Note note, number)
     cpdef marked(self, int index)

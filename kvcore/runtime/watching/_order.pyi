@@ -33,7 +33,7 @@ class Stamp:
 
 @final
 @disjoint_base
-class Lane:
+class StreamClock:
     name: str
     vector: Vector
     count: int
@@ -42,7 +42,7 @@ class Lane:
 
 @disjoint_base
 class Order:
-    lanes: list[Lane]
+    lanes: list[StreamClock]
     in_flight: dict[int, Vector]
     def lane(self, index: int, name: str) -> None: ...
     def launched(self, index: int, note: Note, number: int) -> None: ...

@@ -55,7 +55,7 @@ cdef class Stamp:
 
 
 @cython.final
-cdef class Lane:
+cdef class StreamClock:
     """One stream: launches so far, what they come after, marks whose clocks are not known yet."""
 
     def __cinit__(self, str name):
@@ -72,19 +72,19 @@ cdef class Order:
     """
 
     def __cinit__(self, *args, **options):
-        self.lanes = [Lane("the host")]
+        self.lanes = [StreamClock("the host")]
         self.in_flight = {}
         self.host_vector = Vector()
 
     def lane(self, int index, str name):
         """A stream was made."""
         while len(self.lanes) <= index:
-            self.lanes.append(Lane(name))
-        self.lanes[index] = Lane(name)
+            self.lanes.append(StreamClock(name))
+        self.lanes[index] = StreamClock(name)
 
-    cdef Lane at(self, int index):
+    cdef StreamClock at(self, int index):
         """A lane that knows what the host has waited for."""
-        cdef Lane lane = self.lanes[index]
+        cdef StreamClock lane = self.lanes[index]
         if lane.host_version != self.host_version:
             lane.vector = lane.vector.join(self.host_vector, 0, 0)
             lane.host_version = self.host_version
@@ -94,7 +94,7 @@ cdef class Order:
 
     cpdef launched(self, int index, Note note, number):
         """Give an operation its place in the order."""
-        cdef Lane lane = self.at(index)
+        cdef StreamClock lane = self.at(index)
         lane.count += 1
         note.count = lane.count
         note.lane = index
@@ -105,25 +105,25 @@ cdef class Order:
 
     cpdef marked(self, int index):
         """The clock of a record."""
-        cdef Lane lane = self.at(index)
+        cdef StreamClock lane = self.at(index)
         return Stamp(index, lane.count, lane.vector, self.host_count, lane.late)
 
     cpdef waited(self, int index, mark):
         """A lane waits for a record, made already or not."""
-        cdef Lane lane = self.at(index)
+        cdef StreamClock lane = self.at(index)
         if mark.note is not None:
             self.follow(lane, mark.note)
         elif mark not in lane.late:
             lane.late += (mark,)
 
-    cdef int follow(self, Lane lane, Stamp stamp) except -1:
+    cdef int follow(self, StreamClock lane, Stamp stamp) except -1:
         if not lane.vector.reached(stamp.vector, stamp.lane, stamp.count):
             lane.vector = lane.vector.join(stamp.vector, stamp.lane, stamp.count)
         if stamp.late:
             lane.late += tuple([mark for mark in stamp.late if mark not in lane.late])
         return 0
 
-    cdef int settle(self, Lane lane) except -1:
+    cdef int settle(self, StreamClock lane) except -1:
         """Take over the clocks of late marks that have been recorded by now."""
         cdef Mark mark
         cdef list known = [mark for mark in lane.late if mark.note is not None]
@@ -160,7 +160,7 @@ cdef class Order:
     def joined(self, Stamp stamp):
         """The host has waited for a record; True when that was all there is."""
         cdef Vector vector = stamp.vector
-        cdef Lane lane
+        cdef StreamClock lane
         if stamp.late:
             vector = self.reached(vector, 0, stamp.late)[0]
         if not self.host_vector.reached(vector, stamp.lane, stamp.count):

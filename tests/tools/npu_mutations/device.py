@@ -61,7 +61,7 @@ def threads_without_a_device(patch: Patch) -> None:
 @mutation
 def memory_goes_before_the_stream_has_passed(patch: Patch) -> None:
     took = flight.Flight.took
-    kept = (records.Record, records.Dependency, hostcalls.HostCall)
+    kept = (records.HardwareRecord, records.Dependency, hostcalls.HostCall)
     patch.setattr(
         flight.Flight,
         "took",

@@ -373,7 +373,7 @@ def leaving_waits_for_nothing(patch: Patch) -> None:
 
 def _handed_over(life: Life) -> None:
     for queue in life._core.queues:
-        record: records.Record = queue.mark().position
+        record: records.HardwareRecord = queue.mark().position
         while record.ready.pending:
             pass
 

@@ -60,17 +60,17 @@ def running(mutant: str) -> Callable[..., None]:
 
 @mutation
 def an_executor_runs_twice(patch: Patch) -> None:
-    patch.setattr(launch.Launch, "_run", running("twice"))
+    patch.setattr(launch.PreparedCall, "_run", running("twice"))
 
 
 @mutation
 def an_executor_is_destroyed_behind_phase_two(patch: Patch) -> None:
-    patch.setattr(launch.Launch, "_run", running("destroy"))
+    patch.setattr(launch.PreparedCall, "_run", running("destroy"))
 
 
 @mutation
 def no_workspace_is_given(patch: Patch) -> None:
-    patch.setattr(launch.Launch, "_run", running("no workspace"))
+    patch.setattr(launch.PreparedCall, "_run", running("no workspace"))
 
 
 @mutation
@@ -79,14 +79,14 @@ def phase_two_is_left_out(patch: Patch) -> None:
         size, executor = ctypes.c_uint64(0), ctypes.c_void_p()
         self._phase_one(*words, ctypes.byref(size), ctypes.byref(executor))
 
-    patch.setattr(launch.Launch, "_run", around)
+    patch.setattr(launch.PreparedCall, "_run", around)
 
 
 @mutation
 def a_workspace_is_freed_at_once(patch: Patch) -> None:
     wrap(
         patch,
-        launch.Launch,
+        launch.PreparedCall,
         "_where",
         lambda original, self: (original(self)[0], lambda block: block.free()),
     )
@@ -394,7 +394,7 @@ def two_phases_of_two_executors(patch: Patch) -> None:
         self._phase_one(*words, ctypes.byref(size), ctypes.byref(executor))
         original(self, words, room, stream)
 
-    wrap(patch, launch.Launch, "_run", around)
+    wrap(patch, launch.PreparedCall, "_run", around)
 
 
 @mutation
@@ -403,7 +403,7 @@ def a_finalize_behind_each_call(patch: Patch) -> None:
         original(self, *given)
         self._cann.aclFinalize()
 
-    wrap(patch, launch.Launch, "_run", around)
+    wrap(patch, launch.PreparedCall, "_run", around)
 
 
 @mutation

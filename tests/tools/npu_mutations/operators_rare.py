@@ -141,7 +141,7 @@ def running(act: Callable[[Any, int, Callable[..., None]], None]) -> Break:
 
         act(self._cann, executor.value or 0, run)
 
-    return lambda patch: patch.setattr(launch.Launch, "_run", around)
+    return lambda patch: patch.setattr(launch.PreparedCall, "_run", around)
 
 
 def _and_destroy(cann: Any, executor: int, run: Callable[..., None]) -> None:
