@@ -132,7 +132,8 @@ class OffloadOptions:
     prefill_tokens_per_s: of the device; None: another device computes prompts.
     host_blocks, block_size: the host's pool of blocks of tokens.
     chunk:      prompt tokens computed in a step.
-    sample_requests, sample_layers: of the sampled fidelity, most that are real.
+    sample_requests, sample_layers: of the sampled fidelity, most that are real; sample_seed: of
+                which they are.
     abort_share: share of requests that are aborted somewhere in their output.
     arrivals:   "order": all are there at once; "time": each at its timestamp.
     max_trace_events: kept for Perfetto.
@@ -183,12 +184,16 @@ class OffloadOptions:
         choices="kvcore.offload.decode.write_policy:WRITE_POLICIES", only="offload", axis=True,
     )  # fmt: skip
     seed: int = option(
-        0, "", "of the generators, the tokens' bytes and the samples", kind="integer", low=0,
-        high=2**64 - 1, axis=True,
+        0, "", "of the workload: the generators, the tokens' bytes and ids, the drafts",
+        kind="integer", low=0, high=2**64 - 1, axis=True,
     )  # fmt: skip
     sample_requests: int = option(
         64, "offload", "real requests of a sampled replay", kind="integer", low=1, high=2**31,
         only="offload",
+    )  # fmt: skip
+    sample_seed: int = option(
+        0, "offload", "of the choice of the sample, with the workload fixed", kind="integer",
+        low=0, high=2**64 - 1, only="offload", axis=True,
     )  # fmt: skip
     sample_layers: int = option(
         2, "offload", "real layers of a sampled replay", kind="integer", low=1, high=2**31,

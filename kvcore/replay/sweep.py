@@ -23,6 +23,7 @@ from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
 from kvcore.replay.options import axes as axes_of_options
 from kvcore.replay.report.comparison import read_report
+from kvcore.replay.report.offloaded import SCHEMA
 from kvcore.replay.serving.fit import fit
 from kvcore.replay.serving.replay import OffloadReplay
 from kvcore.replay.sweep_workers import Workers
@@ -45,12 +46,18 @@ class Point:
     key: str
 
     def done(self) -> dict[str, Any] | None:
-        """The report of an earlier run, when it was of the same options and trace."""
+        """The report of an earlier run, when it was of the same options and trace.
+
+        Raises ParamInvalidError for one that another version's sweep has left there.
+        """
         try:
             # Nothing that has no end or waits for somebody to write.
             report = read_report(self.path) if self.path.is_file() else {}
         except (OSError, ParamInvalidError):
             return None
+        if "sweep_key" in report and report.get("schema") != SCHEMA:
+            seen = f"one of schema {report.get('schema', 1)}"
+            fail(str(self.path), f"a sweep's report of schema {SCHEMA}; take another folder", seen)
         good = report.get("sweep_key") == self.key and _is_whole(report)
         return report if good and not report.get("interrupted") else None
 

@@ -21,8 +21,6 @@ from kvcore.replay import (
 )
 from kvcore.replay.report.offloaded import POINTS, Timeline
 from kvcore.replay.serving import real_decode
-from kvcore.replay.serving import sampled as sampled_serving
-from kvcore.replay.serving.miss_table import MissTable
 from kvcore.runtime import Device
 
 TINY = ModelProfile.named("tiny-sparse")
@@ -60,7 +58,7 @@ def test_sampled_agrees_with_full(options: dict[str, Any]) -> None:
     assert full.ok
     assert sampled.ok
     assert full.real_share == 1.0
-    assert 0 < sampled.real_share < 0.5
+    assert 0 < sampled.real_share <= 0.5
     assert full.hit_rate is not None
     assert sampled.hit_rate == pytest.approx(full.hit_rate, abs=0.01)
     assert sampled.step_us == pytest.approx(full.step_us, rel=0.02)
@@ -207,64 +205,6 @@ def test_bad_models_are_refused() -> None:
     big = OffloadOptions(fidelity="full", host_blocks=2**24)
     with pytest.raises(DeviceOutOfMemoryError, match="sampled fidelity needs less"):
         OffloadReplay(requests, SMALL, big)
-
-
-def test_the_table_of_misses_takes_the_nearest_class() -> None:
-    table = MissTable()
-    ask = (np.array([100, 50_000]), np.array([0, 9]))
-    assert table.shares(*ask).tolist() == [[0, 1, 0], [0, 1, 0]]
-    table.learn(100, 0, 10, (0.0, 10.0, 0.0))
-    table.learn(60_000, 8, 10, (9.0, 1.0, 0.0))
-    assert table.shares(*ask).tolist() == [[0, 1, 0], [0.9, 0.1, 0]]
-    # The age counts before the length.
-    assert table.shares(np.array([100]), np.array([12])).tolist() == [[0.9, 0.1, 0]]
-
-
-def test_substitutes_are_asked_where_the_sample_says_nothing() -> None:
-    table = MissTable()
-    one = (np.array([100]), np.array([0]))
-    table.learn(100, 0, 10, (4.0, 6.0, 0.0), substitute=True)
-    assert (table.samples, table.shares(*one).tolist()) == (0, [[0.4, 0.6, 0]])
-    table.learn(100, 0, 10, (0.0, 10.0, 0.0))
-    assert (table.samples, table.shares(*one).tolist()) == (1, [[0, 1, 0]])
-    table.learn(100, 0, 90, (90.0, 0.0, 0.0), substitute=True)
-    assert table.shares(*one).tolist() == [[0, 1, 0]]
-    # Of another age only a substitute was seen: it is nearer than the sample.
-    table.learn(100, 5, 10, (8.0, 1.0, 1.0), substitute=True)
-    assert table.shares(np.array([100]), np.array([5])).tolist() == [[0.8, 0.1, 0.1]]
-
-
-@pytest.mark.parametrize(("sampled", "aborts"), [(0, 0.0), (5, 0.3), (11, 0.0)])
-def test_when_the_first_request_of_the_sample_decodes_does_not_matter(
-    monkeypatch: pytest.MonkeyPatch, sampled: int, aborts: float
-) -> None:
-    """Before it does, others are real in its place; they count for themselves alone."""
-    requests = cut(generate_trace(12, seed=3), 900, 24)
-    options: dict[str, Any] = {"batch": 6, "abort_share": aborts}
-    full = run(requests, **options)
-    monkeypatch.setattr(sampled_serving, "_spread", lambda *_: [requests[sampled].index])
-    report = run(requests, fidelity="sampled", **options)
-    assert report.ok, report.mismatches[:3]
-    assert full.hit_rate is not None
-    assert report.hit_rate == pytest.approx(full.hit_rate, abs=0.03)
-    assert report.step_us == pytest.approx(full.step_us, rel=0.06)
-    assert 0 < report.real_share < 0.5
-
-
-def test_substitutes_go_when_the_sample_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = cut(generate_trace(8, seed=3), 600, 30)
-    monkeypatch.setattr(sampled_serving, "_spread", lambda *_: [requests[5].index])
-    options = OffloadOptions(fidelity="sampled", batch=6, host_blocks=400)
-    replay = OffloadReplay(requests, SMALL, options)
-    real: list[tuple[int, ...]] = []
-    while replay.step():
-        seen = replay.serving.real.engine.requests
-        if not real or real[-1] != seen:
-            real.append(seen)  # type: ignore[arg-type]
-    replay.close()
-    alone = real.index((5,))
-    assert any(seen and 5 not in seen for seen in real[:alone])
-    assert all(set(seen) <= {5} for seen in real[alone:])
 
 
 def test_a_timeline_stays_short_and_keeps_its_sums() -> None:

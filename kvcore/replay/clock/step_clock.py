@@ -189,6 +189,24 @@ class StepClock:
         link = float(np.maximum(self._shares[:, MISSES, H2D], 0.0).sum())
         return StepTimes(self.now - begin, waited + exposed, exposed, link)
 
+    def peek(
+        self,
+        rows: NDArray[np.float64],
+        tokens: float,
+        sent: float,
+        sent_pieces: float,
+        layer_us: float,
+    ) -> StepTimes:
+        """What `step` would take now; the time line stays as it is."""
+        names = ("_free", "_installed", "_saved", "_attended", "_drained", "_tails")
+        kept = [(name, getattr(self, name).copy()) for name in names]
+        now, turn = self.now, self._turn
+        times = self.step(rows, tokens, sent, sent_pieces, layer_us)
+        for name, values in kept:
+            setattr(self, name, values)
+        self.now, self._turn = now, turn
+        return times
+
     def _price(
         self,
         rows: NDArray[np.float64],

@@ -15,7 +15,7 @@ from kvcore.json_files import read_json
 __all__ = ["Difference", "compare", "read_report"]
 
 #: What a run took on the machine it ran on, and which of two runs it was: nobody's result.
-IGNORED = ("seconds", "scatter_gb_per_s", "trace", "timeline")
+IGNORED = ("schema", "version", "seconds", "scatter_gb_per_s", "trace", "timeline")
 MAX_BYTES = 256 * 2**20
 
 
@@ -40,19 +40,24 @@ def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[Difference]:
-    """Every value that is not the same, the largest difference first; wall-clock times aside."""
-    found = list(_differences("", before, after))
+    """Every value that is not the same, the largest difference first; wall-clock times aside.
+
+    Of reports of two schemas the values that both have are compared.
+    """
+    common = before.get("schema") != after.get("schema")
+    found = list(_differences("", before, after, common))
     return sorted(found, key=lambda d: (-d.relative, d.path))
 
 
-def _differences(path: str, a: Any, b: Any) -> Iterator[Difference]:
+def _differences(path: str, a: Any, b: Any, common: bool) -> Iterator[Difference]:
     if isinstance(a, dict) and isinstance(b, dict):
         for key in [*a, *(key for key in b if key not in a)]:
-            if key not in IGNORED:
-                yield from _differences(f"{path}.{key}" if path else key, a.get(key), b.get(key))
+            if key not in IGNORED and not (common and (key not in a or key not in b)):
+                where = f"{path}.{key}" if path else key
+                yield from _differences(where, a.get(key), b.get(key), common)
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            yield from _differences(f"{path}[{i}]", x, y)
+            yield from _differences(f"{path}[{i}]", x, y, common)
     elif _is_number(a) and _is_number(b):
         if a != b:
             yield Difference(path, a, b, abs(b - a) / max(abs(a), abs(b)))

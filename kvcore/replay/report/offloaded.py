@@ -6,10 +6,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvcore import __version__
 from kvcore.replay.clock.step_clock import StepTimes
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import PREFILL_SOURCE, PREFILL_TOKENS_PER_S, OffloadOptions
 from kvcore.replay.report.report import Report
+from kvcore.replay.serving.interval import FEWEST, Interval
 from kvcore.runtime.profile import DeviceProfile
 
 __all__ = ["OffloadReport", "OffloadTotals", "Timeline"]
@@ -20,6 +22,8 @@ TRANSFER_FIGURES = (
     "h2d_descriptor", "launch_cost", "event_cost",
 )  # fmt: skip
 POINTS = 512
+#: Of `OffloadReport.to_dict`; reports of 0.1 before it said have none.
+SCHEMA = 2
 GIB = 2**30
 
 
@@ -133,6 +137,7 @@ class OffloadReport(Report):
     totals: OffloadTotals
     timeline: Timeline
     elapsed_ns: int
+    interval: Interval | None = None
 
     @property
     def rows(self) -> float:
@@ -199,6 +204,8 @@ class OffloadReport(Report):
         figures = {key: f.basis for key, f in self.model.figures.items()}
         return {
             "kind": "offload",
+            "schema": SCHEMA,
+            "version": __version__,
             "fidelity": self.options.fidelity,
             "model": {
                 "name": self.model.name,
@@ -228,6 +235,7 @@ class OffloadReport(Report):
                 "prefix_hit": counters.prefix_hit_tokens,
             },
             "hit_rate": self.hit_rate,
+            "interval": self.interval_dict(),
             "rows": {
                 "hits": totals.hits,
                 "misses": totals.misses,
@@ -273,6 +281,22 @@ class OffloadReport(Report):
             "seconds": self.elapsed_ns / 1e9,
             "interrupted": self.interrupted,
         }
+
+    def interval_dict(self) -> dict[str, Any] | None:
+        """The 95% intervals of a sampled replay: [low, high], None where they cannot be said."""
+        found = self.interval
+        if found is None:
+            return None
+        hit, step = self.hit_rate, self.step_us
+        rate = us = None
+        if found.hit_rate is not None and hit is not None:
+            rate = [max(0.0, hit - found.hit_rate), min(1.0, hit + found.hit_rate)]
+        if found.step_us is not None and step is not None:
+            us = [max(0.0, step - found.step_us), step + found.step_us]
+        return {
+            "level": 0.95, "sampled": found.requests, "of": found.of, "hit_rate": rate,
+            "step_us": us,
+        }  # fmt: skip
 
     @property
     def title(self) -> str:
@@ -322,7 +346,8 @@ class OffloadReport(Report):
             ),
             (
                 "hit rate",
-                f"{_percent(self.hit_rate)} of the rows asked of the pools;"
+                f"{_percent(self.hit_rate)}{self._within('hit_rate')} of the rows asked of the"
+                " pools;"
                 f" {totals.recent:,.0f} rows were newest tokens",
             ),
             (
@@ -341,7 +366,8 @@ class OffloadReport(Report):
             ),
             (
                 "step",
-                f"{_milliseconds(self.step_us)} on average over {totals.steps:,}; compute"
+                f"{_milliseconds(self.step_us)}{self._within('step_us')} on average over"
+                f" {totals.steps:,}; compute"
                 f" {totals.compute_us / steps / 1e3:.3f}, waiting for rows"
                 f" {totals.serve_us / steps / 1e3:.3f}",
             ),
@@ -350,11 +376,32 @@ class OffloadReport(Report):
                 f"{_number(self.decode_tokens_per_s)} in decode, {_number(self.tokens_per_s)}"
                 f" in all ({totals.end_us / 1e6:,.1f} s of the model)",
             ),
+            *self._sampling(),
             ("overlap", f"{_percent(self.overlap)} of the link's time in decode held nobody up"),
             ("assumed", f"{_percent(self.assumed_share)} of a step rests on assumed figures"),
             ("verified", self.verdict),
             ("time", f"{self.elapsed_ns / 1e9:.1f} s here"),
         ]  # fmt: skip
+
+    def _within(self, figure: str) -> str:
+        """The half-width of a figure's interval, for the table."""
+        half = getattr(self.interval, figure, None)
+        if half is None:
+            return ""
+        return f" ± {half:.2%}" if figure == "hit_rate" else f" ± {half / 1e3:.3f} ms"
+
+    def _sampling(self) -> list[tuple[str, str]]:
+        found = self.interval
+        if found is None:
+            return []
+        said = (
+            f"{found.requests:,} of {found.of:,} requests, sample seed {self.options.sample_seed}"
+        )
+        if found.hit_rate is None:
+            said += f": too few to say how sure the figures are ({FEWEST} are the least)"
+        else:
+            said += "; ± is the half of a 95% interval over samples of as many, the workload fixed"
+        return [("sample", said)]
 
 
 def _share(part: float, whole: float, what: str) -> str:

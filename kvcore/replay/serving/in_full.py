@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.offload.decode.result import StepResult
-from kvcore.replay.serving.offloaded import Decoding, Offloaded
+from kvcore.replay.serving.decoding import Decoding
+from kvcore.replay.serving.offloaded import Offloaded, StepLoad
 from kvcore.replay.serving.real_decode import RealDecode, check_host_memory
+from kvcore.replay.serving.samples import sample_positions
 from kvcore.replay.serving.scheduler import Running, Step
 from kvcore.replay.traces.reader import TraceRequest
 
@@ -28,9 +30,9 @@ class OffloadedInFull(Offloaded):
         model, options = self.model, self.options
         check_host_memory(model, options, model.layers, options.host_blocks)
 
-    def _take(self, requests: Sequence[TraceRequest]) -> RealDecode:
+    def _take(self, requests: Sequence[TraceRequest]) -> None:
         model = self.model
-        return RealDecode(
+        self.real = RealDecode(
             model,
             self.options,
             self.profile,
@@ -53,9 +55,10 @@ class OffloadedInFull(Offloaded):
         compute.compute(us, "idle")
         compute.synchronize_blocking()
 
-    def _make_real(self, running: Running, state: Decoding) -> None:
+    def admitted(self, running: Running) -> None:
+        """A request begins, or goes on after a preemption."""
+        super().admitted(running)
         self.real.rows.add(running.request)
-        state.real = True
 
     def copy_block(self, source: int, target: int) -> int:
         """Copy a block of every layer on the host; returns the bytes."""
@@ -64,7 +67,7 @@ class OffloadedInFull(Offloaded):
     def _prefill(self, step: Step, count: int, us: float | None) -> None:
         for running, first, tokens in step.prefill:
             if us is None:
-                self.real.place(running.request, self._table_of(running), first, tokens)
+                self.real.place(running.request, self._scheduler.tables[running.row], first, tokens)
             else:
                 table = self._scheduler.tables[running.row]
                 self.real.prefill(running.request, table, first, tokens, us * tokens / count)
@@ -73,22 +76,24 @@ class OffloadedInFull(Offloaded):
         if not step.decode:
             self.real.engine.streams["compute"].synchronize_blocking()
 
-    def _layer_us(self, compute_us: float) -> float:
-        return compute_us / self.model.layers
-
-    def _rows(
-        self,
-        who: Sequence[Running],
-        states: Sequence[Decoding],
-        contexts: NDArray[np.int64],
-        tokens: NDArray[np.int64],
-        result: StepResult | None,
-    ) -> NDArray[np.float64]:
-        assert result is not None
+    def _move(
+        self, load: StepLoad, states: Sequence[Decoding]
+    ) -> tuple[NDArray[np.float64], StepResult]:
+        writes: dict[int, int] = {}
+        stay: dict[int, int] = {}
+        for place, (running, state) in enumerate(zip(load.who, states, strict=True)):
+            index = running.request.index
+            if not state.admitted:
+                state.admitted = True
+                table = self._scheduler.tables[running.row]
+                self.real.engine.admit(index, table, running.written)
+            writes[index], stay[index] = int(load.tokens[place]), load.stands[place]
+        self.real.layer_us = load.compute_us / self.model.layers
+        result = self.real.step(list(writes), writes, stay)
         rows = np.zeros((len(self.model.groups), 3))
         for part in result.requests.values():
             rows += np.array((part.hits, part.misses, part.recent), np.float64).T
-        return rows
+        return rows, result
 
     def _step_us(self, result: StepResult | None, us: float) -> float:
         return us if result is None else result.us
@@ -96,11 +101,34 @@ class OffloadedInFull(Offloaded):
     def _traced(self, us: float, batch: int, misses: float) -> None:
         pass  # the device's trace has every operation
 
+    # -- leaving ----------------------------------------------------------------------------
+
+    def _preempted(self, running: Running) -> None:
+        state = self._decoding[running.request.index]
+        if state.admitted:
+            state.admitted = False
+            self.real.engine.preempt_blocking(running.request.index)
+
+    def leaving(self, running: Running, *, finished: bool) -> None:
+        """Let the engine end what it does for the request."""
+        if self._decoding[running.request.index].admitted:
+            engine = self.real.engine
+            leave = engine.evict_blocking if finished else engine.abort_blocking
+            leave(running.request.index)
+
+    def left(self, running: Running, *, finished: bool) -> None:
+        """Forget the request."""
+        super().left(running, finished=finished)
+        self.real.rows.drop(running.request.index)
+
     def verify(self, running: Running, count: int) -> None:
         """Compare rows on the host, once what is on its way there has come."""
         if self.options.prefill_tokens_per_s is not None:
             self.real.device.synchronize_blocking()
-        super().verify(running, count)
+        draw = self._verify_draw
+        positions = sample_positions(draw, running, count)
+        table = self._scheduler.tables[running.row]
+        self.real.verify(running.request, table, positions, draw)
 
     def _last_look(self) -> None:
         self.totals.end_us = self.real.device.now

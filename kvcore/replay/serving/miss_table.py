@@ -1,80 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests that are only accounted miss, by what the sampled ones missed.
+"""What requests that are only accounted for miss, by what the sampled ones missed.
 
 A pool belongs to one request and group, so what a request misses depends on its own ids: on how
 many tokens it has (a context below the pool's size misses little) and for how many steps it has
-been served (a pool begins empty).  Real selections are sorted by both, in classes; the others take
-the share of misses of their class, or of the nearest class that has been seen.
+been served (a pool begins empty).  Real selections are sorted by both, in classes.  A sampled
+request takes its own share of misses; the others take that of their class over the sample, or of
+the nearest class that the sample has seen.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MissTable"]
+__all__ = ["CLASSES", "MissTable", "classes_of"]
 
-AGES = 14  # 0, 1, 2-3, 4-7, ...
+AGES = 26  # 0 and 1, then two classes to a doubling
 CONTEXTS = 96  # four classes to a doubling
+CLASSES = CONTEXTS * AGES
 
 
 class MissTable:
     """Shares of hits, misses and recent rows by class of context and age.
 
-    samples: selections learned of the sample, those of substitutes not counted.
+    `learn` the sample's selections, `settle` once, then ask for `shares`.
     """
 
     def __init__(self) -> None:
-        # [class, (wanted, hits, misses, recent)] of the sample, and of the substitutes who stand in
-        # for it in the classes of which the sample says nothing yet.
-        self._sampled = np.zeros((CONTEXTS * AGES, 4))
-        self._stand_in = np.zeros((CONTEXTS * AGES, 4))
-        self._nearest = np.zeros(CONTEXTS * AGES, np.int64)
-        self.samples = 0
+        self._own: dict[int, dict[int, NDArray[np.float64]]] = {}
+        self.totals = np.zeros((CLASSES, 4))  # wanted, hits, misses, recent
+        self.nearest = np.zeros(CLASSES, np.int64)
+
+    @property
+    def samples(self) -> int:
+        """Sampled requests that have taught something."""
+        return len(self._own)
 
     def learn(
-        self,
-        context: int,
-        age: int,
-        wanted: int,
-        rows: tuple[float, float, float],
-        *,
-        substitute: bool = False,
+        self, request: int, context: int, age: int, wanted: int, rows: NDArray[np.float64]
     ) -> None:
-        """A real selection: hits, misses and recent rows of ``wanted``, repeats counted.
+        """A real selection: hits, misses and recent rows of ``wanted``, repeats counted."""
+        place = int(classes_of(np.array([context]), np.array([age]))[0])
+        own = self._own.setdefault(request, {})
+        seen = own.setdefault(place, np.zeros(4))
+        seen[0] += wanted
+        seen[1:] += rows
 
-        substitute: of a request that is not in the sample.
+    def settle(self) -> None:
+        """Sum up what was learned."""
+        for own in self._own.values():
+            for place, seen in own.items():
+                self.totals[place] += seen
+        known = np.flatnonzero(self.totals[:, 0])
+        if len(known):
+            self.nearest = nearest_of(np.arange(CLASSES), known)
+
+    def shares(self, places: NDArray[np.int64], requests: list[int]) -> NDArray[np.float64]:
+        """[n, 3] hits, misses and recent rows by wanted row; all misses before any was learned.
+
+        places: classes; requests: whose, for the shares of the sampled ones' own.
         """
-        place = int(_classes(np.array([context]), np.array([age]))[0])
-        table = self._stand_in if substitute else self._sampled
-        known = self._sampled[place].any() or self._stand_in[place].any()
-        table[place] += (wanted, *rows)
-        self.samples += not substitute
-        if not known and table[place].any():
-            self._find_nearest()
+        rows = self.totals[self.nearest[places]]
+        for i, request in enumerate(requests):
+            own = self._own.get(request)
+            if own is not None:
+                seen = own.get(int(places[i]))
+                if seen is not None:
+                    rows[i] = seen
+        return shares_of(rows)
 
-    def shares(self, contexts: NDArray[np.int64], ages: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[n, 3] hits, misses and recent rows by wanted row; all misses before any was learned."""
-        places = self._nearest[_classes(contexts, ages)]
-        rows = self._sampled[places]
-        rows = np.where(rows.any(axis=1, keepdims=True), rows, self._stand_in[places])
-        wanted = rows[:, :1]
-        with np.errstate(invalid="ignore"):
-            return np.where(wanted > 0, rows[:, 1:] / wanted, (0.0, 1.0, 0.0))
-
-    def _find_nearest(self) -> None:
-        known = np.flatnonzero(self._sampled.any(axis=1) | self._stand_in.any(axis=1))
-        every = np.arange(CONTEXTS * AGES)
-        # The age first: an empty pool and a filled one differ more than two lengths do.
-        distance = 16 * np.abs(every[:, None] % AGES - known % AGES) + np.abs(
-            every[:, None] // AGES - known // AGES
-        )
-        self._nearest = known[distance.argmin(axis=1)]
+    def without_each(self) -> Iterator[NDArray[np.float64]]:
+        """[CLASSES, 4] the totals without each sampled request in turn: read each at once."""
+        rest = self.totals.copy()
+        for _, own in sorted(self._own.items()):
+            places = list(own)
+            kept = rest[places]
+            rest[places] -= np.array(list(own.values()))
+            rest[places] *= rest[places, :1] > 0.5  # (rows are whole numbers: no remainder of sums)
+            yield rest
+            rest[places] = kept
 
 
-def _classes(contexts: NDArray[np.int64], ages: NDArray[np.int64]) -> NDArray[np.int64]:
+def shares_of(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[n, 3] of rows [n, (wanted, hits, misses, recent)]."""
+    wanted = rows[:, :1]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(wanted > 0, rows[:, 1:] / wanted, (0.0, 1.0, 0.0))
+
+
+def nearest_of(places: NDArray[np.int64], known: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each class the nearest of those that are known, of which there is one at least."""
+    # The age first: an empty pool and a filled one differ more than two lengths do.
+    distance = 16 * np.abs(places[:, None] % AGES - known % AGES) + np.abs(
+        places[:, None] // AGES - known // AGES
+    )
+    found: NDArray[np.int64] = known[distance.argmin(axis=1)]
+    return found
+
+
+def classes_of(contexts: NDArray[np.int64], ages: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The class of each request, by its tokens and its steps since admission."""
     context = np.floor(4 * np.log2(np.maximum(contexts, 1))).astype(np.int64)
-    age = np.where(ages > 0, np.floor(np.log2(np.maximum(ages, 1))) + 1, 0).astype(np.int64)
+    age = np.where(ages > 1, np.floor(2 * np.log2(np.maximum(ages, 1))), ages).astype(np.int64)
     places: NDArray[np.int64] = np.minimum(context, CONTEXTS - 1) * AGES
     places += np.minimum(age, AGES - 1)
     return places

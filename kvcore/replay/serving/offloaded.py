@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,50 +29,34 @@ from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
 from kvcore.replay.report.offloaded import OffloadReport, OffloadTotals, Timeline
 from kvcore.replay.report.report import Mismatch, Outcome
+from kvcore.replay.serving.decoding import Decoding
 from kvcore.replay.serving.fit import device_bytes, fit
+from kvcore.replay.serving.interval import Interval
 from kvcore.replay.serving.real_decode import RealDecode
-from kvcore.replay.serving.samples import sample_positions
 from kvcore.replay.serving.scheduler import Running, Scheduler, Step
 from kvcore.replay.serving.strategy import Strategy, Timings
 from kvcore.replay.traces.reader import TraceRequest
 
-__all__ = ["Decoding", "Offloaded"]
+__all__ = ["Offloaded", "StepLoad"]
 
+ALL_TOKENS = 2**62
 MAX_ARRIVAL_MS = 1e9  # eleven days: what a stream waits at one time
 
 
-class Decoding:
-    """A request that runs, as an offloaded replay sees it.
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """A step that decodes, as it is priced.
 
-    real:       its rows are moved by the decode engine; admitted: which has it now.
-    age:        steps since it was admitted last.
-    place:      of the sampled strategy's places, -1 for none; own_table: its blocks there.
-    substitute: it is real until the first request of the sample decodes.
+    who:        the requests; contexts, tokens: int64, what each has and writes; stands: how many
+                of these tokens will stand.
+    compute_us: of the whole step.
     """
 
-    __slots__ = (
-        "abort_at", "admitted", "age", "draw", "own_table", "place", "real", "substitute",
-    )  # fmt: skip
-
-    def __init__(self, request: TraceRequest, options: OffloadOptions) -> None:
-        self.age = 0
-        self.real = self.admitted = False
-        self.substitute = False
-        self.place = -1
-        self.own_table: NDArray[np.int64] | None = None
-        self.draw = np.random.default_rng([0x6465, options.seed, request.index])
-        # Drawn even when nobody is aborted, so that the drafts that follow are the same.
-        aborted, where = self.draw.random(2)
-        self.abort_at = request.total_tokens + 1
-        if aborted < options.abort_share and request.output_length > 1:
-            self.abort_at = request.input_length + 1 + int(where * (request.output_length - 1))
-
-    def stands(self, tokens: int, accept: float) -> int:
-        """How many of the tokens a step writes will stand: drafts, up to the first rejected."""
-        count = 1
-        while count < tokens and self.draw.random() < accept:
-            count += 1
-        return count
+    who: Sequence[Running]
+    contexts: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    stands: Sequence[int]
+    compute_us: float
 
 
 class Offloaded(Strategy[OffloadReport]):
@@ -82,6 +67,8 @@ class Offloaded(Strategy[OffloadReport]):
     Raises ParamInvalidError for what cannot be served, DeviceOutOfMemoryError for caches that do
     not fit; before any work.
     """
+
+    real: RealDecode
 
     def __init__(self, model: ModelProfile, options: OffloadOptions) -> None:
         if not isinstance(options, OffloadOptions):
@@ -111,11 +98,12 @@ class Offloaded(Strategy[OffloadReport]):
             BlockPool(options.host_blocks),
             block_size=options.block_size,
             max_batch=options.batch,
-            chunk_tokens=options.chunk,
+            # Another device's prompts come whole: none of them waits for a chunk's turn here.
+            chunk_tokens=options.chunk if options.prefill_tokens_per_s is not None else ALL_TOKENS,
             drafts=options.drafts,
             before_preempt=self._preempted,
         )
-        self.real = self._take(requests)
+        self._take(requests)
         lanes = sum(n > 0 for n in self.model.shape.row_bytes)
         self.clock = StepClock(self.model, self.profile, self.model.groups, lanes=lanes)
         return self._scheduler
@@ -126,8 +114,8 @@ class Offloaded(Strategy[OffloadReport]):
         """Raise DeviceOutOfMemoryError for host blocks that this machine cannot hold."""
 
     @abstractmethod
-    def _take(self, requests: Sequence[TraceRequest]) -> RealDecode:
-        """Caches, device and engine for what is real."""
+    def _take(self, requests: Sequence[TraceRequest]) -> None:
+        """Take caches, device and engine for what is real: ``real``."""
 
     @property
     @abstractmethod
@@ -143,19 +131,10 @@ class Offloaded(Strategy[OffloadReport]):
         """Compute ``count`` prompt tokens of the step in ``us``; None: another device did."""
 
     @abstractmethod
-    def _layer_us(self, compute_us: float) -> float:
-        """Compute time that the engine is to launch for each layer."""
-
-    @abstractmethod
-    def _rows(
-        self,
-        who: Sequence[Running],
-        states: Sequence[Decoding],
-        contexts: NDArray[np.int64],
-        tokens: NDArray[np.int64],
-        result: StepResult | None,
-    ) -> NDArray[np.float64]:
-        """[groups, (hits, misses, recent)] rows of the batch."""
+    def _move(
+        self, load: StepLoad, states: Sequence[Decoding]
+    ) -> tuple[NDArray[np.float64], StepResult | None]:
+        """[groups, (hits, misses, recent)] rows of the batch, and the engine's step, if any."""
 
     @abstractmethod
     def _step_us(self, result: StepResult | None, us: float) -> float:
@@ -189,11 +168,6 @@ class Offloaded(Strategy[OffloadReport]):
             state = Decoding(running.request, self.options)
             self._decoding[running.request.index] = state
         state.age = 0
-        self._make_real(running, state)
-
-    @abstractmethod
-    def _make_real(self, running: Running, state: Decoding) -> None:
-        """Decide whether a request that was just admitted is real."""
 
     def serve(self, step: Step) -> list[int]:
         """Prefill and decode what the step says; returns how many tokens of each stand."""
@@ -213,10 +187,6 @@ class Offloaded(Strategy[OffloadReport]):
         self.totals.peak_host_blocks = self._scheduler.pool.peak_used
         return accepted
 
-    def _table_of(self, running: Running) -> NDArray[np.int64]:
-        own = self._decoding[running.request.index].own_table
-        return own if own is not None else self._scheduler.tables[running.row]
-
     def _decode(self, step: Step) -> list[int]:
         who, options, model = step.decode, self.options, self.model
         states = [self._decoding[running.request.index] for running in who]
@@ -227,19 +197,17 @@ class Offloaded(Strategy[OffloadReport]):
         contexts = np.array([running.written for running in who], np.int64)
         tokens = np.array(step.tokens, np.int64)
         compute = self._compute.of(contexts)
-        compute_us = compute.us
-        result = self._real_step(who, states, step.tokens, stands, compute_us)
-        rows = self._rows(who, states, contexts, tokens, result)
-        written = int(tokens.sum())
-        pieces = self._write_policy.pieces(written, len(who))
-        times = self.clock.step(rows, written, written, pieces, compute_us / model.layers)
+        load = StepLoad(who, contexts, tokens, stands, compute.us)
+        rows, result = self._move(load, states)
+        times = self.clock.step(*self._clocked(rows, load))
         us = self._step_us(result, times.us)
+        written = int(tokens.sum())
         sizes = np.array([len(group) for group in model.groups], np.float64)
         moved = rows.T @ sizes
         totals = self.totals
         totals.add_step(
             us, times, len(who), sum(stands), written, tuple(moved.tolist()),
-            model.row_bytes, model.layers, compute_us,
+            model.row_bytes, model.layers, load.compute_us,
         )  # fmt: skip
         for part_us in compute.assumed:
             totals.assumed_compute_us += part_us
@@ -258,31 +226,13 @@ class Offloaded(Strategy[OffloadReport]):
             state.age += 1
         return stands
 
-    def _real_step(
-        self,
-        who: Sequence[Running],
-        states: Sequence[Decoding],
-        tokens: Sequence[int],
-        stands: Sequence[int],
-        compute_us: float,
-    ) -> StepResult | None:
-        names: list[int] = []
-        writes: dict[int, int] = {}
-        stay: dict[int, int] = {}
-        engine = self.real.engine
-        for running, state, count, stand in zip(who, states, tokens, stands, strict=True):
-            if not state.real:
-                continue
-            index = running.request.index
-            if not state.admitted:
-                state.admitted = True
-                engine.admit(index, self._table_of(running), running.written)
-            names.append(index)
-            writes[index], stay[index] = count, stand
-        if not names:
-            return None
-        self.real.layer_us = self._layer_us(compute_us)
-        return self.real.step(names, writes, stay)
+    def _clocked(
+        self, rows: NDArray[np.float64], load: StepLoad
+    ) -> tuple[NDArray[np.float64], float, float, float, float]:
+        """A step as `StepClock.step` takes it."""
+        written = int(load.tokens.sum())
+        pieces = self._write_policy.pieces(written, len(load.who))
+        return rows, written, written, pieces, load.compute_us / self.model.layers
 
     # -- leaving ----------------------------------------------------------------------------
 
@@ -293,34 +243,10 @@ class Offloaded(Strategy[OffloadReport]):
 
     def _preempted(self, running: Running) -> None:
         """Before its blocks are given back: what it wrote must be on the host."""
-        state = self._decoding[running.request.index]
-        if state.admitted:
-            state.admitted = False
-            self.real.engine.preempt_blocking(running.request.index)
-        self._give_place_back(state)
-
-    def leaving(self, running: Running, *, finished: bool) -> None:
-        """Let the engine end what it does for the request."""
-        if self._decoding[running.request.index].admitted:
-            engine = self.real.engine
-            leave = engine.evict_blocking if finished else engine.abort_blocking
-            leave(running.request.index)
 
     def left(self, running: Running, *, finished: bool) -> None:
         """Forget the request."""
-        state = self._decoding.pop(running.request.index)
-        self.real.rows.drop(running.request.index)
-        self._give_place_back(state)
-
-    def _give_place_back(self, state: Decoding) -> None:
-        """The request's place among the real ones, if it has one, is another's now."""
-
-    def verify(self, running: Running, count: int) -> None:
-        """Compare rows on the host with what they must be, of a request that is real."""
-        if self._decoding[running.request.index].real:
-            draw = self._verify_draw
-            positions = sample_positions(draw, running, count)
-            self.real.verify(running.request, self._table_of(running), positions, draw)
+        del self._decoding[running.request.index]
 
     def close(self) -> None:
         """Give memory and threads back."""
@@ -344,6 +270,11 @@ class Offloaded(Strategy[OffloadReport]):
         """Rows of them that were wrong."""
         return self.real.mismatches
 
+    @property
+    def interval(self) -> Interval | None:
+        """How sure the figures are; None where nothing was estimated."""
+        return None
+
     def report(self, outcome: Outcome) -> OffloadReport:
         """The figures so far."""
         if not self._closed:
@@ -357,5 +288,6 @@ class Offloaded(Strategy[OffloadReport]):
             host_capacity=self._scheduler.pool.capacity,
             totals=self.totals,
             timeline=self.timeline,
+            interval=self.interval,
             elapsed_ns=self.times.elapsed_ns,
         )

@@ -86,6 +86,8 @@ class RealDecode:
     blocks: of the full caches.
     places: real requests at a time.
     timed:  on the model clock, prefill through the ring; else plain memory and no clock.
+    groups_of: the numbers under which a request asks for the ids of the groups, where they are
+            not those of ``groups``.
     Raises DeviceOutOfMemoryError for caches that do not fit this machine.
     """
 
@@ -117,6 +119,7 @@ class RealDecode:
         self.device.__enter__()
         self.rows = RequestRows(model, options.seed, max_tokens)
         self.layer_us = 0.0
+        self.groups_of: dict[int, tuple[int, ...]] = {}
         self._queries: dict[int, int] = {}
         self.verified = 0
         self.mismatches: list[Mismatch] = []
@@ -233,7 +236,7 @@ class RealDecode:
         return result
 
     def _select(self, request: Any, group: int, tokens: int) -> NDArray[np.int32]:
-        number = self._groups[group]
+        number = self.groups_of.get(request, self._groups)[group]
         return self.rows.select(request, number, tokens, self._queries[request])
 
     def _attend(self, given: AttentionInput) -> None:

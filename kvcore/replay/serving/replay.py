@@ -143,8 +143,10 @@ class Replay(Generic[R]):
     # -- a step ---------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Plan, serve and check one step; False when there is nothing left to do."""
+        """Prepare, or plan, serve and check one step; False when there is nothing left to do."""
         serving, scheduler, times = self.serving, self.scheduler, self.serving.times
+        if serving.prepare():
+            return True
         begin = perf_counter_ns()
         now = serving.now_ms
         step = scheduler.plan(now)

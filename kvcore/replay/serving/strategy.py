@@ -4,7 +4,7 @@
 `kvcore.replay.serving.replay.Replay` asks the scheduler what each step does and keeps the order of
 a step.  A strategy has the caches and the clock.  There are three: `Resident` (real caches on this
 machine), `OffloadedInFull` and `OffloadedSampled` (the full cache on the host of a modelled
-device).  A step calls, in this order::
+device).  `prepare` is called until it has nothing left to do; then a step calls, in this order::
 
     admitted, copy_block, serve           # then the scheduler's commit
     leaving, verify, left                 # of each request that has finished or is aborted
@@ -58,6 +58,10 @@ class Strategy(ABC, Generic[R_co]):
         Raises ParamInvalidError for what cannot be served, DeviceOutOfMemoryError for caches that
         do not fit; before any work.
         """
+
+    def prepare(self) -> bool:
+        """Do a part of what comes before the first step; False when there is nothing left."""
+        return False
 
     @property
     def now_ms(self) -> float | None:

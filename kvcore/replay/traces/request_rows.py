@@ -81,6 +81,10 @@ class RequestRows:
         of = self._requests[index]
         ids = of.ids.get(group)
         if ids is None:
-            seed = int(np.random.SeedSequence([self._seed, index, group]).generate_state(1)[0])
-            ids = of.ids[group] = TurnoverIds(self._model.topk, seed=seed)
+            ids = of.ids[group] = self.ids_of(index, group)
         return np.stack([ids.next(tokens - queries + 1 + query) for query in range(queries)])
+
+    def ids_of(self, index: Any, group: int) -> TurnoverIds:
+        """A generator of a request's ids in one group, from its first step on."""
+        seed = int(np.random.SeedSequence([self._seed, index, group]).generate_state(1)[0])
+        return TurnoverIds(self._model.topk, seed=seed)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampled requests, served for real before the replay begins.
+
+What a request misses depends on its own ids and on nobody else: its pools are its own.  So the
+sample is served first, a few requests at a time and without a clock, each from its prompt to its
+end; the replay then knows from its first step on what everybody misses.  Were the sample served
+when its requests' turn comes, the first steps would have nothing to go by.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.replay.models.profile import ModelProfile
+from kvcore.replay.options import OffloadOptions
+from kvcore.replay.serving.decoding import Decoding
+from kvcore.replay.serving.miss_table import MissTable
+from kvcore.replay.serving.real_decode import RealDecode
+from kvcore.replay.serving.sample import GroupSample, draw_groups, draw_requests
+from kvcore.replay.serving.samples import sample_positions
+from kvcore.replay.serving.scheduler import Running
+from kvcore.replay.traces.reader import TraceRequest
+from kvcore.runtime.profile import DeviceProfile
+
+__all__ = ["Rehearsal"]
+
+PLACES = 4
+
+
+@dataclass(slots=True)
+class _Served:
+    """A request in a place: how far it is."""
+
+    running: Running
+    state: Decoding
+    table: NDArray[np.int64]
+    groups: GroupSample
+    steps: int = 0
+
+
+class Rehearsal:
+    """Serves the sample, `step` by step, and fills ``table``.
+
+    real:  caches and engine, closed with the last request or by `close`.
+    rows:  rows moved so far.
+    Raises DeviceOutOfMemoryError for caches that do not fit this machine.
+    """
+
+    def __init__(
+        self,
+        model: ModelProfile,
+        options: OffloadOptions,
+        profile: DeviceProfile,
+        pool: int,
+        requests: Sequence[TraceRequest],
+    ) -> None:
+        self._model, self._options = model, options
+        sample = draw_requests(requests, options)
+        self.size = len(sample)
+        self.rows = 0
+        self.table = MissTable()
+        self._sizes = [len(group) for group in model.groups]
+        num_groups = min(options.sample_layers, len(self._sizes))
+        self._waiting = deque(sample)
+        longest = max(request.total_tokens for request in sample)
+        self._blocks = -(-(longest + 1) // options.block_size)
+        places = min(PLACES, len(sample))
+        self._free = list(range(places))
+        self._running: list[_Served] = []
+        self._finished = 0
+        self._draw = np.random.default_rng([0x7666, options.seed])
+        self._closed = False
+        self.real = RealDecode(
+            model, options, profile, pool,
+            layers=range(num_groups),
+            groups={n: (n,) for n in range(num_groups)},
+            blocks=places * self._blocks,
+            places=places,
+            max_tokens=longest + 1,
+            timed=False,
+        )  # fmt: skip
+
+    def step(self) -> bool:
+        """Serve one step of those in their places; False when the sample is through."""
+        if self._closed:
+            return False
+        while self._free and self._waiting:
+            self._admit(self._waiting.popleft())
+        self._decode()
+        for served in [s for s in self._running if self._ended(s)]:
+            self._leave(served)
+        if not self._running and not self._waiting:
+            self.table.settle()
+            self.close()
+        return True
+
+    def close(self) -> None:
+        """Give memory and threads back."""
+        if not self._closed:
+            self._closed = True
+            self.real.close()
+
+    def _admit(self, request: TraceRequest) -> None:
+        place = self._free.pop()
+        running = Running(request, request.input_length, row=place)
+        table = place * self._blocks + np.arange(self._blocks)
+        groups = draw_groups(self._sizes, self._options.sample_layers, self._options, request.index)
+        self.real.groups_of[request.index] = groups.numbers
+        self.real.place(request, table, 0, request.input_length)
+        running.written = request.input_length
+        self.real.engine.admit(request.index, table, running.written)
+        self._running.append(_Served(running, Decoding(request, self._options), table, groups))
+
+    def _decode(self) -> None:
+        options = self._options
+        writes: dict[int, int] = {}
+        stand: dict[int, int] = {}
+        for served in self._running:
+            request = served.running.request
+            room = request.total_tokens - served.running.written - 1
+            writes[request.index] = 1 + min(options.drafts, room)
+            stand[request.index] = served.state.stands(writes[request.index], options.accept)
+        result = self.real.step(list(writes), writes, stand)
+        self.rows += result.rows
+        for served in self._running:
+            index = served.running.request.index
+            found, context = result.requests[index], served.running.written
+            rows = np.array((found.hits, found.misses, found.recent), np.float64)
+            wanted = writes[index] * min(context + writes[index], self._model.topk)
+            self.table.learn(index, context, served.steps, wanted, served.groups.mean(rows))
+            served.running.written += stand[index]
+            served.steps += 1
+
+    def _ended(self, served: _Served) -> bool:
+        running = served.running
+        return running.written >= min(running.request.total_tokens, served.state.abort_at)
+
+    def _leave(self, served: _Served) -> None:
+        running = served.running
+        index = running.request.index
+        if running.written >= running.request.total_tokens:
+            self.real.engine.evict_blocking(index)
+            self._verify(served)
+        else:
+            self.real.engine.abort_blocking(index)
+        self.real.rows.drop(index)
+        del self.real.groups_of[index]
+        self._running.remove(served)
+        self._free.append(running.row)
+
+    def _verify(self, served: _Served) -> None:
+        """Compare the request's share of the samples on the host with what they must be."""
+        samples = self._options.verify_samples // 2
+        before, after = (
+            samples * done // self.size for done in (self._finished, self._finished + 1)
+        )
+        self._finished += 1
+        positions = sample_positions(self._draw, served.running, after - before)
+        self.real.verify(served.running.request, served.table, positions, self._draw)
