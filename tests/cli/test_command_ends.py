@@ -412,8 +412,10 @@ def test_standard_input_is_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", ["0", "1", "9" * 10, "9" * 5000, "x" * 5000])
 def test_a_terminal_of_any_size(size: str) -> None:
     """As far as the environment says so."""
-    for words in (["info"], ["--help"], ["bench", "norm-1", "--seconds", "0.001"]):
-        program = f"import sys; from kvcore.cli import main; sys.exit(main({words!r}))"
+    without_torch = "import sys; sys.modules['torch'] = None"  # the tables are what is looked at
+    measured = ["bench", "norm-1", "--seconds", "0.001"]
+    for words in (["info"], ["--help"], measured if size == "1" else ["bench", "--list"]):
+        program = f"{without_torch}; from kvcore.cli import main; sys.exit(main({words!r}))"
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True,
             env={**os.environ, "COLUMNS": size, "LINES": size},
