@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every case of kvcore bench: the operators beside a copy of the same bytes, numpy and torch."""
+"""Every case of kvcore bench: the operators against a copy of the same bytes, numpy and torch."""
 
 from __future__ import annotations
 

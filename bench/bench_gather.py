@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times gather_selection_kv_cache beside np.take of exactly the rows that were missing.
+"""Times gather_selection_kv_cache against np.take of exactly the rows that were missing.
 
     python bench/bench_gather.py
     python bench/bench_gather.py --steps 60 --json

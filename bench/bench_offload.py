@@ -5,9 +5,10 @@
 
 plan:   2,048 ids of 65,536 tokens against 16,384 places, block table and all checks included, the
         ids of the fitted score trace; one core.
-serve:  the rows of such a plan from pool and host, 1,152 bytes a row, beside numpy's take of the
+serve:  the rows of such a plan from pool and host, 1,152 bytes a row, against numpy's take of the
         same rows from the same two arrays.
-step:   the host's part of one step of the engine: books and launches of 4 requests in 8 layers.
+step:   the host's part of one step of the engine: bookkeeping and launches of 4 requests in 8
+        layers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing tokens through torch, beside the pair of index_copy_ that it replaces.
+"""Writing tokens through torch, against the pair of index_copy_ that it replaces.
 
 K and V, 8 heads of 128 in bfloat16, slots at random; one thread each.
 """

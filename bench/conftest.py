@@ -2,7 +2,7 @@
 """Benchmarks: python -m pytest bench --benchmark-only.
 
 A benchmark measures one function of a case; functions of one case share a group, so that the
-table shows them beside each other.  Ratios from interleaved runs: kvcore bench.
+table shows them side by side.  Ratios from interleaved runs: kvcore bench.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much prefix reuse does a pool of a given size give?  Books only, no bytes.
+"""How much prefix reuse does a pool of a given size give?  Bookkeeping only, no bytes.
 
     python examples/prefix_hits.py [TRACE] [--requests N]
 
-The scheduler decides and the pool keeps the books, as in `kvcore replay`; nothing is written, so
-a pool may be larger than this machine's memory.
+The scheduler decides and the pool keeps track of blocks, as in `kvcore replay`; nothing is written,
+so a pool may be larger than this machine's memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy beside a kernel: order by an event, modelled time, and the race that is left without it.
+"""A copy and a kernel at once: order by an event, modelled time, and the race without it.
 
 python examples/streams.py
 """
@@ -19,7 +19,7 @@ async def step(dev: kvcore.Device, *, wait: bool) -> None:
     result = dev.empty_host((512,), "bfloat16")
     with host.host("w") as rows:
         rows[:] = 1
-    compute.compute(60, "projection")  # beside the load
+    compute.compute(60, "projection")  # while the load runs
     h2d.copy(cache, host)
     if wait:
         compute.wait_stream(h2d)
@@ -35,7 +35,7 @@ async def main() -> None:
     async with kvcore.Device("A3", clock="model", race_check="raise", trace=True) as dev:
         await step(dev, wait=True)
         for use in dev.trace.summary().streams:
-            print(f"  {use.name}: {use.busy:.1f} us busy, {use.overlap:.1f} us beside another")
+            print(f"  {use.name}: {use.busy:.1f} us busy, {use.overlap:.1f} us while another ran")
     print("Without it:")
     async with kvcore.Device("A3", clock="model", race_check="record") as dev:
         await step(dev, wait=False)

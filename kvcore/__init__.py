@@ -2,10 +2,10 @@
 """KV-cache operators of LLM inference on Ascend NPUs, exact and fast on a CPU.
 
 Operators: scatter_pa_kv_cache, reshape_and_cache, kv_cache_update, gather_pa_kv_cache,
-gather_selection_kv_cache, and a plan_* function of each (plan once, run many times).  Their books:
-kvcore.slots, permute_rows, invalidate.  Layouts: kvcore.layout.  Backends: kvcore.backends.  The
-runtime (kvcore.runtime, kvcore.Device), the offload engine (kvcore.offload) and the torch
-operators (kvcore.torch) are imported when they are asked for.
+gather_selection_kv_cache, and a plan_* function of each (plan once, run many times).  For what a
+caller keeps: kvcore.slots, permute_rows, invalidate.  Layouts: kvcore.layout.  Backends:
+kvcore.backends.  The runtime (kvcore.runtime, kvcore.Device), the offload engine (kvcore.offload)
+and the torch operators (kvcore.torch) are imported when they are asked for.
 """
 
 # (the module signal, without the milliseconds that importing it takes)

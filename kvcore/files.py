@@ -102,14 +102,14 @@ def _new(folder: str, part: str) -> tuple[int, bool]:
 
 def _give_name(handle: int, folder: str, part: str) -> None:
     # With a descriptor of a folder Python calls linkat, which follows the link in /proc.
-    beside = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    parent = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.link(
             f"/proc/self/fd/{handle}", os.path.basename(part),
-            src_dir_fd=beside, dst_dir_fd=beside, follow_symlinks=True,
+            src_dir_fd=parent, dst_dir_fd=parent, follow_symlinks=True,
         )  # fmt: skip
     finally:
-        os.close(beside)
+        os.close(parent)
 
 
 @contextmanager

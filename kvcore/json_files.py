@@ -2,7 +2,7 @@
 """JSON of files that may come from anywhere, read strictly.
 
 What Python's reader lets pass is refused here: keys that come twice, NaN and Infinity, numbers that
-no float holds, and nesting that whoever walks over the value would have to follow.
+no float holds, and nesting too deep for code that walks over the value.
 """
 
 from __future__ import annotations

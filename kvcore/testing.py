@@ -157,8 +157,8 @@ def _map(by_slot: Wrong) -> list[str]:
     step = -(-size // MAX_WIDTH)
     starts = np.arange(0, size, step)
     blocks = np.flatnonzero(by_slot.any(1))
-    told = "a character is a row" if step == 1 else f"a character is {step} rows"
-    lines = [f"blocks with wrong slots ({told}; . right, x some wrong, # all wrong):"]
+    legend = "a character is a row" if step == 1 else f"a character is {step} rows"
+    lines = [f"blocks with wrong slots ({legend}; . right, x some wrong, # all wrong):"]
     width = len(str(blocks[:MAX_BLOCKS].max()))
     for block in blocks[:MAX_BLOCKS]:
         marks = [by_slot[block, start : start + step] for start in starts]

@@ -148,14 +148,14 @@ def _attribute(obj: Any, attribute: str, name: str) -> Any:
 def _from_interface(obj: Any, interface: Any, name: str) -> Reading:
     try:
         array = np.asarray(_Interface(interface, obj), copy=False)
-        told = interface.get("data")
-        shared = not isinstance(told, tuple) or array.ctypes.data == told[0] or array.size == 0
+        stated = interface.get("data")
+        shared = not isinstance(stated, tuple) or array.ctypes.data == stated[0] or array.size == 0
     except MemoryError:
         raise
     except Exception as error:
         raise _unreadable(name, "__array_interface__", error) from error
     if not shared:
-        fail(name, "an __array_interface__ with an address", f"data {told}")
+        fail(name, "an __array_interface__ with an address", f"data {stated}")
     return _numpy(array, name, array, None)
 
 

@@ -38,7 +38,7 @@ def within(mode: Mode, call: Callable[[], object]) -> None:
 
 
 def warn(text: str) -> None:
-    """Give a KVPortabilityWarning that points at whoever called into the package."""
+    """Give a KVPortabilityWarning that points at the line that called into the package."""
     mode = _mode.get()
     if mode is not None:
         if isinstance(text, Harm) and mode() == "refuse":

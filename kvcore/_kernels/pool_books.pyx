@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The books of a device pool: which token is held at which place, and who gives way.
+"""The state of a device pool: which token is held at which place, and who gives way.
 
 A plan is made in passes over the wanted ids: ``mark`` finds faults and changes nothing that
 lasts, ``classify`` says where each id is held, ``settle`` gives places to those that are not.
 All hits of a plan are counted as used before the first miss takes a place.  When a place is
 given away twice in one plan (small sets, ARC's young entries), the last one has it.
 
-Books move no bytes.  Four policies: Previous, Lru, Fifo (set-associative), Arc.
+No bytes are moved here.  Four policies: Previous, Lru, Fifo (set-associative), Arc.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -67,7 +67,7 @@ cdef class Books:
             self.seen == NULL or self.wanted == NULL or self.missing == NULL
             or self.held_at == NULL or self.of_place == NULL
         ):
-            raise MemoryError("the books of a pool do not fit memory")
+            raise MemoryError("the state of a pool does not fit memory")
         memset(self.of_place, 0xff, <size_t>capacity * 4)
 
     def __dealloc__(self):
@@ -310,7 +310,7 @@ cdef class Mapped(Books):
         self.table = <int32_t*>malloc(<size_t>num_ids * 4)
         self.stack = <int32_t*>malloc(<size_t>capacity * 4)
         if self.table == NULL or self.stack == NULL:
-            raise MemoryError("the books of a pool do not fit memory")
+            raise MemoryError("the state of a pool does not fit memory")
 
     def __dealloc__(self):
         free(self.table)
@@ -343,7 +343,7 @@ cdef class Previous(Mapped):
     def __cinit__(self, int64_t capacity, int64_t num_ids, int64_t max_wanted, *rest):
         self.ids = <int32_t*>malloc(<size_t>capacity * 4)
         if self.ids == NULL:
-            raise MemoryError("the books of a pool do not fit memory")
+            raise MemoryError("the state of a pool does not fit memory")
         self.clear()
 
     def __dealloc__(self):
@@ -401,7 +401,7 @@ cdef class Lru(Mapped):
     def __cinit__(self, int64_t capacity, int64_t num_ids, int64_t max_wanted, *rest):
         self.nodes = <node*>malloc(<size_t>(capacity + 1) * sizeof(node))
         if self.nodes == NULL:
-            raise MemoryError("the books of a pool do not fit memory")
+            raise MemoryError("the state of a pool does not fit memory")
         self.clear()
 
     def __dealloc__(self):
@@ -487,7 +487,7 @@ cdef class Fifo(Books):
         self.tags = <int32_t*>malloc(<size_t>capacity * 4)
         self.pointers = <int32_t*>malloc(<size_t>self.sets * 4)
         if self.tags == NULL or self.pointers == NULL:
-            raise MemoryError("the books of a pool do not fit memory")
+            raise MemoryError("the state of a pool does not fit memory")
         self.clear()
 
     def __dealloc__(self):
@@ -576,7 +576,7 @@ cdef class Arc(Mapped):
         self.at_place = <int32_t*>malloc(<size_t>capacity * 4)
         self.spare = <int32_t*>malloc(<size_t>capacity * 8)
         if self.nodes == NULL or self.at_place == NULL or self.spare == NULL:
-            raise MemoryError("the books of a pool do not fit memory")
+            raise MemoryError("the state of a pool does not fit memory")
         self.clear()
 
     def __dealloc__(self):

@@ -2,7 +2,7 @@
 """The bytes of a device pool: serve a selection, install what was read, store new rows.
 
 Addresses come from the caller, who has checked every extent; the numbers in ``source``,
-``target`` and ``host_rows`` come from the books and from ``resolve``.
+``target`` and ``host_rows`` come from the pool's state (pool_books) and from ``resolve``.
 """
 
 from libc.stdint cimport int32_t, int64_t, uintptr_t

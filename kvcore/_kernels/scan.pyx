@@ -17,7 +17,7 @@ cdef enum:
 cdef void load_indices(
     const char* src, int64_t stride, int itemsize, int64_t n, int64_t* out
 ) noexcept nogil:
-    # A private copy: whoever edits the caller's array meanwhile must not steer a memcpy.
+    # A private copy: a thread that edits the caller's array meanwhile must not steer a memcpy.
     cdef int64_t i
     if itemsize == 8:
         if stride == 8:

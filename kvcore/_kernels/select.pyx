@@ -13,8 +13,8 @@ over the list's third column, which is filled when the table has served: over th
 far as it is larger over those of the rows before.  So rows are planned from the last to the
 first.
 
-A row reads the caller's arrays through small private copies, so that whoever edits them meanwhile
-cannot steer a copy.
+A row reads the caller's arrays through small private copies, so that a thread that edits them
+meanwhile cannot steer a copy.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
@@ -154,7 +154,7 @@ cdef int64_t find_held(
     char* free, int64_t n, int64_t n_held, int64_t last, bint repeats
 ) noexcept nogil:
     # Where each wanted block is held, and which places hold none; returns how many hold one.
-    # repeats: an id listed twice is held nowhere; else one of its places is told.
+    # repeats: an id listed twice is held nowhere; else one of its places is given.
     cdef entry_t held[PRIVATE]
     cdef int64_t i, p, part, first, some, at, n_found = 0
     cdef int64_t n_slots = job.n_slots
@@ -429,7 +429,7 @@ cdef void plan_row(
         for column in range(job.columns):
             put_used(job, r * job.columns + column, -1)
         return
-    # Of a row's faults the one at the selection's side is told first.
+    # Of a row's faults the one at the selection's side is reported first.
     length = length_of(job, row, tokens - last * job.block)
     fault.row = r
     fault.kind = NO_FAULT

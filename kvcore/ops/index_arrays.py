@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index arrays as the books of callers use them: numpy views of whatever was passed."""
+"""Index arrays that callers keep, as numpy views of what was passed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The books of a selection between two gathers: rows that change places, entries that expire.
+"""A selection's table and status between two gathers: rows change places, entries expire.
 
 A selection is what gather_selection_kv_cache left: bytes in the selection cache, the blocks each
-row owns (table), and what each place holds (status).  These functions touch the books only; no
-data moves.
+row owns (table), and what each place holds (status).  These functions change the two arrays only;
+no data moves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def permute_rows(order: Any, table: Any, status: Any) -> None:
             stay.
     status: selection_kv_block_status [B, S, 1, topk+1] or [rows, 1, topk+1], written in place.
 
-    The two are one thing: a status beside another row's blocks claims bytes that are not there.
+    The two belong together: a status with another row's blocks claims bytes that are not there.
     What belongs to requests (full block table, lengths, top-k ids) is the caller's to permute.
     ParamInvalidError, with nothing written, for an order that is no permutation, shapes that
     disagree, arrays that cannot be written or share memory.
@@ -45,14 +45,14 @@ def permute_rows(order: Any, table: Any, status: Any) -> None:
     >>> table.tolist(), status[:, 0, 0].tolist()
     ([[30, 31], [10, 11], [20, 21]], [7, 5, 6])
     """
-    books = written_array(status, "status", (3, 4), STATUS_AXES)
+    held = written_array(status, "status", (3, 4), STATUS_AXES)
     blocks = written_array(table, "table", (2,), "[N, SMAX]")
     wanted: list[int] = index_array(order, "order", (1,), "[R]").tolist()
-    shapes = (tuple(books.shape), tuple(blocks.shape))
+    shapes = (tuple(held.shape), tuple(blocks.shape))
     rows = _rows(shapes[0])
     if shapes[1][0] < rows:
         checks.fail("table", f"at least {rows} rows", list(shapes[1]))
-    if np.shares_memory(blocks, books):
+    if np.shares_memory(blocks, held):
         checks.fail("table", "memory of its own", "bytes shared with status")
     count = len(wanted)
     if rows % count if count else rows:

@@ -35,7 +35,7 @@ def twin(
     """A function of the same parameters that calls ``ask`` where the other has the operator run.
 
     ask: takes what Operator.call takes.  returns: the type it is annotated with.
-    module: where it is to be found; None: beside the other.
+    module: where it is to be found; None: in the module of the other.
     """
     assert isinstance(function, FunctionType)
     own, code = function.__globals__, function.__code__

@@ -37,7 +37,7 @@ _in_force = 0
 class DeviceAlias(TorchFunctionMode):  # type: ignore[misc]
     """While entered, in this thread: "npu", as text or torch.device, means the CPU.
 
-    On the device's side are: what functions make that are told so, what operators make of a
+    On the device's side are: what functions make that are asked to, what operators make of a
     tensor there, and views of these.
     """
 

@@ -72,7 +72,7 @@ class ExternalEvent:
         self.raw.wait(the_stream(stream, self.streams).raw)
 
     def reset(self, stream: Stream | None = None) -> None:
-        """Take the record back: whoever waits from here on waits for the next one."""
+        """Take the record back: a wait from here on is for the next one."""
         self.raw.reset(the_stream(stream, self.streams).raw)
 
     def __repr__(self) -> str:

@@ -164,7 +164,7 @@ class Installation:
     def uninstall(self) -> None:
         """Take everything back; a second time does nothing.
 
-        Raises what the device of ``ns.npu`` has not told yet (races, failures), after all else
+        Raises what the device of ``ns.npu`` has not reported yet (races, failures), after all else
         was done.
         """
         self._leave(None, None, None)

@@ -213,7 +213,7 @@ class Recorder:
         with self._lock:
             file, self._file, self._broken = self._file, None, True
             if file is not None:
-                with contextlib.suppress(OSError):  # told already, by the write that failed
+                with contextlib.suppress(OSError):  # reported already, by the write that failed
                     file.close()
 
 
@@ -304,13 +304,13 @@ def _layout(tensor: Tensor) -> dict[str, Any]:
 
 
 def _describe(kept: Kept, payload: _Payload) -> dict[str, Any]:
-    told = {**_layout(kept.tensor), "before": payload.add(kept.before)}
+    entry = {**_layout(kept.tensor), "before": payload.add(kept.before)}
     if kept.ranges is not None:
-        told["ranges"] = payload.add(kept.ranges)
+        entry["ranges"] = payload.add(kept.ranges)
     if kept.is_output:
         if kept.written is None:
-            told["after"] = payload.add(bytes_of(kept.tensor))
+            entry["after"] = payload.add(bytes_of(kept.tensor))
         else:
-            told["written"] = payload.add(kept.written)
-            told["after"] = payload.add(take(_memory(kept.tensor), kept.written))
-    return told
+            entry["written"] = payload.add(kept.written)
+            entry["after"] = payload.add(take(_memory(kept.tensor), kept.written))
+    return entry

@@ -6,7 +6,7 @@ when it returns, like every other operator of torch on a CPU: running each call 
 the program makes it is one of the orders that streams and events allow.  The streams are real
 ones of a ``kvcore.Device`` all the same: work put on them by hand is waited for, a captured
 stream records calls instead of running them, and a device with a race check, a trace or the model
-clock is told of each call, on which stream it was and what it touched.
+clock learns of each call, on which stream it was and what it touched.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Streams:
         return self._known.setdefault(raw, made)
 
     def close(self, kind: Any = None, error: Any = None, trace: Any = None) -> None:
-        """Leave the device if it was opened here; raises what it has not told anybody yet."""
+        """Leave the device if it was opened here; raises what it has not reported yet."""
         self.closed = True
         if self.was_set and self._device is not None:
             from kvcore.runtime.current import forget_streams
@@ -293,7 +293,7 @@ def _use_stream(stream: Stream | None) -> Iterator[None]:
 
 
 def _synchronize(device: Any = None) -> None:
-    """Wait for every stream; raises what went wrong on one, and races not told of yet."""
+    """Wait for every stream; raises what went wrong on one, and races not reported yet."""
     _check_device(device)
     streams = active()
     device = streams.device

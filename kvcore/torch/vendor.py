@@ -114,7 +114,7 @@ def _looks_nd(key: Any, cache: Any) -> bool:
 
 def _with_hint(error: ParamInvalidError) -> ParamInvalidError:
     made = type(error)(
-        f"{error}; this operator takes PA_NZ caches unless told otherwise: pass "
+        f"{error}; this operator takes PA_NZ caches unless the call says otherwise: pass "
         "cache_mode='Norm' for a cache [nb, bs, H, D]"
     )
     made.__dict__.update(error.__dict__)

@@ -194,37 +194,37 @@ class _Reader:
         if total > self.size - self.file.tell():
             return None
         payload = np.frombuffer(self.file.read(total), np.uint8)
-        tensors = {name: _Stored(name, told, payload) for name, told in text["tensors"].items()}
+        tensors = {name: _Stored(name, entry, payload) for name, entry in text["tensors"].items()}
         returned = [
-            _Stored(f"returned[{i}]", told, payload) for i, told in enumerate(text["returned"])
+            _Stored(f"returned[{i}]", entry, payload) for i, entry in enumerate(text["returned"])
         ]
         return _Record(operator, text["soc"], text["arguments"], tensors, returned)
 
 
-def _spans(told: dict[str, Any]) -> Iterator[tuple[int, int]]:
+def _spans(entry: dict[str, Any]) -> Iterator[tuple[int, int]]:
     for key in ("before", "after", "ranges", "written", "bytes"):
-        if key in told:
-            at, n = told[key]
+        if key in entry:
+            at, n = entry[key]
             yield int(at), int(n)
 
 
 class _Stored:
     """A tensor as the file has it."""
 
-    def __init__(self, name: str, told: dict[str, Any], payload: Bytes) -> None:
+    def __init__(self, name: str, entry: dict[str, Any], payload: Bytes) -> None:
         def piece(key: str) -> Bytes | None:
-            if key not in told:
+            if key not in entry:
                 return None
-            at, n = told[key]
+            at, n = entry[key]
             return payload[at : at + n]
 
         self.name = name
-        self.dtype = getattr(torch, str(told["dtype"]))
+        self.dtype = getattr(torch, str(entry["dtype"]))
         if not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"no dtype: {told['dtype']!r}")
-        self.shape = [int(n) for n in told["shape"]]
-        self.strides = [int(n) for n in told["strides"]]
-        self.nz = bool(told["nz"])
+            raise TypeError(f"no dtype: {entry['dtype']!r}")
+        self.shape = [int(n) for n in entry["shape"]]
+        self.strides = [int(n) for n in entry["strides"]]
+        self.nz = bool(entry["nz"])
         if min([0, *self.shape, *self.strides]) < 0 or len(self.shape) != len(self.strides):
             raise ValueError(f"shape {self.shape}, strides {self.strides}")
         self.before = piece("before")
@@ -355,8 +355,8 @@ class _Record:
         try:
             built, returned = run()
         except Exception as error:  # whatever another implementation raises
-            told = f"{type(error).__name__}: {error}"
-            return [Difference(number, self.operator.name, where, "", 0, 0, told, "")]
+            words = f"{type(error).__name__}: {error}"
+            return [Difference(number, self.operator.name, where, "", 0, 0, words, "")]
         found = []
         outputs = Arguments(self.operator.schema).written
         for name, (base, tensor) in built.items():
