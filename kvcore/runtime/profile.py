@@ -2,9 +2,10 @@
 """What the model clock and the capacity count know of a device.
 
 A profile is a set of figures.  Every figure says where it comes from: ``measured`` (by whom and
-how), ``published`` (with its source) or ``assumed`` (with the reasoning), so that a prediction
-can say how much of it rests on what.  A2, A3 and 950 ship as TOML files beside this module;
-``DeviceProfile.load`` reads one's own in the same form::
+how), ``published`` (with its source), ``fitted`` (to which rows, and what they leave) or
+``assumed`` (with the reasoning), so that a prediction can say how much of it rests on what.  A2, A3
+and 950 ship as TOML files beside this module; ``DeviceProfile.load`` reads one's own in the same
+form::
 
     name = "A3"
     note = "one die"
@@ -13,6 +14,9 @@ can say how much of it rests on what.  A2, A3 and 950 ship as TOML files beside 
     value = 40            # in the unit that FIGURES gives
     basis = "assumed"
     source = "640 GB/s of four CPUs over 16 dies"
+
+``like = "A3"`` beside the name says that it computes as fast as that device and differs in what the
+figures say: a model's step times of an A3 may be used with it.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ LEAST, MOST = 1e-9, 1e9
 #: A profile has some thousand bytes.
 MAX_FILE_BYTES = 16 * 2**20
 
-BASES = ("measured", "published", "assumed")
+BASES = ("measured", "published", "fitted", "assumed")
 
 #: Every figure of a profile: its unit, and whether zero is allowed.
 FIGURES: dict[str, tuple[str, bool]] = {
@@ -78,9 +82,14 @@ class DeviceProfile:
     one without a basis or a source.
     """
 
-    def __init__(self, name: str, figures: dict[str, Figure], note: str = "") -> None:
+    def __init__(
+        self, name: str, figures: dict[str, Figure], note: str = "", like: str = ""
+    ) -> None:
         self.name = name
         self.note = note
+        if not isinstance(like, str):
+            raise _invalid("like", "the name of a device that computes as fast", shown(like))
+        self.like = like
         if not isinstance(figures, dict):
             raise _invalid("figures", "a dict of figures", type(figures).__name__)
         for key in figures:
@@ -133,7 +142,7 @@ class DeviceProfile:
         figures = dict(self.figures)
         for key, value in values.items():
             figures[key] = Figure(value, basis, source)
-        return DeviceProfile(self.name, figures, self.note)
+        return DeviceProfile(self.name, figures, self.note, self.like)
 
     @classmethod
     def load(cls, path: str | Path) -> DeviceProfile:
@@ -161,7 +170,7 @@ class DeviceProfile:
             raise _invalid("name", "the profile's name", shown(name))
         figures: dict[str, Figure] = {}
         for key, entry in data.items():
-            if key in ("name", "note"):
+            if key in ("name", "note", "like"):
                 continue
             if not isinstance(entry, dict):
                 raise _invalid(key, "a table with value, basis and source", shown(entry))
@@ -173,7 +182,7 @@ class DeviceProfile:
                 in_words(entry.get("basis", "")),
                 in_words(entry.get("source", "")),
             )
-        return cls(name, figures, in_words(data.get("note", "")))
+        return cls(name, figures, in_words(data.get("note", "")), data.get("like", ""))
 
     @classmethod
     def named(cls, name: str) -> DeviceProfile:

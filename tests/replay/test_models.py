@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from kvcore.errors import ParamInvalidError
+from kvcore.replay import OffloadOptions, models
 from kvcore.replay.models.profile import (
     MODEL_FIGURES,
     MODELS,
     ModelFigure,
     ModelProfile,
 )
+from kvcore.runtime import profile
 
 STEP = {"step_drafts", "step_fixed", "step_request", "step_attended", "step_indexed"}
 GLM = {
@@ -174,3 +176,48 @@ def test_figures_that_lack() -> None:
         model.step_us(-1, 5)
     with pytest.raises(ParamInvalidError, match=r"context: expected an integer"):
         model.step_us(1, 5.5)  # type: ignore[arg-type]
+
+
+def test_a_step_belongs_to_a_device(tmp_path: Path) -> None:
+    """A model of an A3 is refused elsewhere; by a profile that is like an A3 it is served."""
+    model = ModelProfile.named("glm-5.2")
+    assert model.device == model.replace(step_fixed=1.0).device == "A3"
+    for device in ("A2", "950"):
+        with pytest.raises(
+            ParamInvalidError,
+            match=rf"^device: expected A3, of which glm-5.2's step is: .* 32\), .*, got {device}$",
+        ):
+            OffloadOptions(device=device).check(model)
+    assert OffloadOptions(device="A3").check(model)[0].name == "A3"
+    # Of no hardware, so of any.
+    assert ModelProfile.named("tiny-sparse").device == ""
+    for device in ("A2", "A3", "950"):
+        assert OffloadOptions(device=device).check(ModelProfile.named("tiny-sparse"))[0]
+
+    text = Path(profile.__file__).with_name("a3.toml").read_text()
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace('name = "A3"', 'name = "mine"'))
+    with pytest.raises(ParamInvalidError, match=r"^device: expected A3, .*, got mine$"):
+        OffloadOptions(device=str(path)).check(model)
+    path.write_text(text.replace('name = "A3"', 'name = "mine"\nlike = "A3"'))
+    found = OffloadOptions(device=str(path)).check(model)[0]
+    assert (found.like, found.replace(h2d_bandwidth=1.0).like) == ("A3", "A3")
+    path.write_text(text.replace('name = "A3"', 'name = "mine"\nlike = 3'))
+    with pytest.raises(ParamInvalidError, match=r"^like: expected the name of a device"):
+        OffloadOptions(device=str(path)).check(model)
+
+    own = tmp_path / "model.toml"
+    shipped = (Path(models.__file__).with_name("glm_5_2.toml")).read_text()
+    own.write_text(shipped.replace('device = "A3"', 'device = "950"'))
+    assert OffloadOptions(device="950").check(ModelProfile.find(str(own)))[0].name == "950"
+    own.write_text(shipped.replace('device = "A3"', "device = 950"))
+    with pytest.raises(ParamInvalidError, match=r"^device: expected the name of the device whose"):
+        ModelProfile.find(str(own))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "deepseek-v3.2-c8"])
+def test_what_was_fitted_is_not_called_published(name: str) -> None:
+    model = ModelProfile.named(name)
+    assert {model[key].basis for key in ("step_fixed", "step_indexed")} == {"fitted"}
+    for key, figure in model.figures.items():
+        assert figure.basis == "fitted" or "least squares" not in figure.source, key

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models as data: what a token keeps, who chooses the top-k, how long a step computes.
 
-A profile is a set of figures, each with its basis (``measured``, ``published`` or ``assumed``) and
-its source.  Those that ship are TOML files in this folder; one's own has the same form::
+A profile is a set of figures, each with its basis and its source.  The basis is ``measured`` (by
+whom and how), ``published`` (it stands in the source), ``fitted`` (worked out from the source's
+rows: how many, and what they leave) or ``assumed``.
+
+Those that ship are TOML files in this folder; one's own has the same form::
 
     name = "my model"
+    device = "A3"           # of which the figures of a step are; none: of no device at all
 
     [layers]
     value = 61
@@ -30,9 +34,17 @@ from kvcore.errors import fail, in_words, shown
 from kvcore.offload.checks import check_choice, check_integer, check_path
 from kvcore.replay.options import MAX_HEAD_SIZE, MAX_HEADS, MAX_LAYERS
 
-__all__ = ["DTYPE_NAMES", "MODELS", "MODEL_FIGURES", "ModelFigure", "ModelProfile", "ModelShape"]
+__all__ = [
+    "DTYPE_NAMES",
+    "MODELS",
+    "MODEL_FIGURES",
+    "STEP",
+    "ModelFigure",
+    "ModelProfile",
+    "ModelShape",
+]
 
-BASES = ("measured", "published", "assumed")
+BASES = ("measured", "published", "fitted", "assumed")
 MAX_FILE_BYTES = 16 * 2**20
 
 DTYPE_NAMES: tuple[str, ...] = tuple(t.name for t in dtypes.DATA_DTYPES)
@@ -137,15 +149,20 @@ class ModelProfile:
 
     name:    for tables.
     figures: by name; all but those of the step are required.
-    note:    what the step's figures stand for (which device, how many).
+    note:    what the step's figures stand for (how many devices, which parallel set-up).
+    device:  the name of the device whose step they are; "" for figures of no hardware.
 
     Raises ParamInvalidError naming the figure.
     """
 
-    def __init__(self, name: str, figures: Mapping[str, ModelFigure], note: str = "") -> None:
+    def __init__(
+        self, name: str, figures: Mapping[str, ModelFigure], note: str = "", device: str = ""
+    ) -> None:
         if not isinstance(name, str) or not name:
             fail("name", "the model's name", shown(name))
-        self.name, self.note = name, note
+        if not isinstance(device, str):
+            fail("device", "the name of the device whose step the figures are of", shown(device))
+        self.name, self.note, self.device = name, note, device
         if not isinstance(figures, Mapping) or not all(isinstance(key, str) for key in figures):
             fail("figures", "figures by name", type(figures).__name__)
         unknown = sorted(set(figures) - set(MODEL_FIGURES))
@@ -276,7 +293,7 @@ class ModelProfile:
         figures = dict(self.figures)
         for key, value in values.items():
             figures[key] = ModelFigure(value, basis, source)
-        return ModelProfile(self.name, figures, self.note)
+        return ModelProfile(self.name, figures, self.note, self.device)
 
     # -- where it comes from
 
@@ -307,6 +324,7 @@ class ModelProfile:
         except (ValueError, RecursionError) as error:  # integers of thousands of digits too
             fail("model", "a TOML file", f"{os.fspath(path)}: {error}")
         name, note = data.pop("name", None), data.pop("note", "")
+        device = data.pop("device", "")
         figures: dict[str, ModelFigure] = {}
         for key, entry in data.items():
             if not isinstance(entry, dict) or set(entry) != {"value", "basis", "source"}:
@@ -315,7 +333,7 @@ class ModelProfile:
             if isinstance(value, list):
                 value = tuple(value)
             figures[key] = ModelFigure(value, entry["basis"], entry["source"])
-        return cls(name, figures, in_words(note))
+        return cls(name, figures, in_words(note), device)
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str]) -> ModelProfile:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcore import __version__
 from kvcore.replay.clock.step_clock import StepTimes
-from kvcore.replay.models.profile import ModelProfile
+from kvcore.replay.models.profile import STEP, ModelProfile
 from kvcore.replay.options import PREFILL_SOURCE, PREFILL_TOKENS_PER_S, OffloadOptions
 from kvcore.replay.report.report import Report
 from kvcore.replay.serving.interval import FEWEST, Interval
@@ -214,6 +214,7 @@ class OffloadReport(Report):
                 "topk": self.model.topk,
                 "row_bytes": self.model.row_bytes,
                 "dtype": shape.dtype,
+                "note": self.model.note,
                 "basis": figures,
             },
             "device": self.device.name,
@@ -316,6 +317,7 @@ class OffloadReport(Report):
                 f" {model.topk}, {model.row_bytes:,} bytes a row",
             ),
             ("device", f"{self.device.name} ({self.device.note})"),
+            ("figures of a step", self._figures_of_a_step()),
             (
                 "fidelity",
                 f"{options.fidelity}: {totals.real_rows:,} of {self.rows:,.0f} rows were real"
@@ -382,6 +384,15 @@ class OffloadReport(Report):
             ("verified", self.verdict),
             ("time", f"{self.elapsed_ns / 1e9:.1f} s here"),
         ]  # fmt: skip
+
+    def _figures_of_a_step(self) -> str:
+        """Whose step it is, and what its figures rest on."""
+        model = self.model
+        bases: dict[str, list[str]] = {}
+        for key in STEP:
+            bases.setdefault(model[key].basis, []).append(key)
+        rests = "; ".join(f"{basis}: {', '.join(keys)}" for basis, keys in bases.items())
+        return f"{model.note or 'whose is not said'}; {rests}"
 
     def _within(self, figure: str) -> str:
         """The half-width of a figure's interval, for the table."""

@@ -36,6 +36,10 @@ def fit(model: ModelProfile, options: OffloadOptions) -> tuple[DeviceProfile, in
         device = DeviceProfile.named(options.device)
     else:
         fail("device", f"one of {', '.join(SHIPPED)}, or a .toml file", repr(options.device))
+    if model.device and model.device not in (device.name, device.like):
+        # Half of a prediction would be another device's.
+        note = f": {model.note}" if model.note else ""
+        fail("device", f"{model.device}, of which {model.name}'s step is{note}", device.name)
     each = device_bytes(model, options, pool, 0)
     if options.batch * each > device.capacity_bytes:
         fail(
