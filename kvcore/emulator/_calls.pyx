@@ -164,10 +164,11 @@ cdef object view_of(Look look, int64_t address):
 
 @cython.final
 cdef class Spec:
-    """A tensor among the arguments."""
+    """A tensor among the arguments; name: of one of which the operator uses some elements."""
 
     cdef Look look
-    cdef bint host, written, indexed
+    cdef bint host, written
+    cdef str name
 
 
 @cython.final
@@ -225,15 +226,15 @@ cdef class Call(Task):
     target:  where its one result goes.  targets: where several go; None where nothing is new.
     keeps:   the result is kept for the caller, who waits for it.
     late:    runs of tensors with gaps, which the machine was not told one by one.
+    spans:   (argument, address) of tensors of which it uses some elements.
     """
 
     cdef Kernel kernel
     cdef tuple args
     cdef dict kwargs
     cdef object target
-    cdef list targets, late
-    cdef bint keeps, indexed
-    cdef int64_t address
+    cdef list targets, late, spans
+    cdef bint keeps
     cdef readonly object result
 
     cdef int work(self) except -1:
@@ -260,12 +261,10 @@ cdef class Call(Task):
         return 0
 
     cdef object used(self):
-        if self.indexed:
-            one = self.kernel.used_elements(self.address, self.args, self.kwargs or {})
-            if one is not None:
-                return [*(self.late or ()), one]
-            return self.late or []
-        return self.late
+        if self.spans is None:
+            return self.late
+        found = self.kernel.used_elements(self.spans, self.args, self.kwargs or {})
+        return [*(self.late or ()), *found]
 
 
 cdef class Kernel:
@@ -277,14 +276,13 @@ cdef class Kernel:
     single, plain: there is one return value; and that is one new tensor.
     random:    it draws from a generator.
     by_value:  it has no tensors among its arguments, and every number decides how outputs look.
-    indexed:   which bytes of its first argument it uses is known when it runs.
     """
 
     cdef readonly str name
     cdef public object run
     cdef public list names, returns
     cdef public set written
-    cdef public bint single, plain, random, by_value, indexed
+    cdef public bint single, plain, random, by_value
     cdef dict signatures, labels
     cdef str backward
     cdef int given      # the argument that is the one return value, -1
@@ -326,8 +324,12 @@ cdef class Kernel:
         """What the call returns, where that is not one tensor."""
         raise NotImplementedError
 
-    def used_elements(self, address, args, kwargs):
-        """(pairs of addresses, written) of the first argument; None: not known."""
+    def chosen(self, args, kwargs):
+        """Names of the arguments of which such a call uses some elements, known when it runs."""
+        raise NotImplementedError
+
+    def used_elements(self, spans, args, kwargs):
+        """(pairs of addresses, written) of each (argument, address), unless they are too many."""
         raise NotImplementedError
 
     def text(self, args, kwargs):
@@ -412,24 +414,25 @@ cdef class Kernel:
         made.device, made.waits, outputs, made.resized = self.learn(args, kwargs)
         made.outputs = [None if o is None else look_of(o) for o in outputs]
         made.specs = []
+        chosen = self.chosen(args, kwargs)
         for i, value in enumerate(args):
-            self.specify(value, self.names[i] in self.written, i == 0 and self.indexed, made.specs)
+            self.specify(value, self.names[i], chosen, made.specs)
         for name, value in kwargs.items():
-            self.specify(value, name in self.written, False, made.specs)
+            self.specify(value, name, chosen, made.specs)
         return made
 
-    cdef int specify(self, object value, bint written, bint indexed, list specs) except -1:
+    cdef int specify(self, object value, str name, object chosen, list specs) except -1:
         cdef Spec spec
         if isinstance(value, Tensor):
             spec = Spec.__new__(Spec)
             spec.look = look_of(value)
             spec.host = device_of(value) < 0
-            spec.written = written
-            spec.indexed = indexed
+            spec.written = name in self.written
+            spec.name = name if name in chosen else None
             specs.append(spec)
         elif isinstance(value, (list, tuple)):
             for item in value:
-                self.specify(item, written, False, specs)
+                self.specify(item, name, (), specs)
         return 0
 
     cdef object do(self, tuple args, dict kwargs, list flat, Signature signature, int device,
@@ -559,9 +562,10 @@ cdef class Kernel:
         cdef Py_ssize_t i
         if not watched():
             touch(touches, address, spec.look.span, spec.written)
-        elif spec.indexed:
-            task.indexed = True
-            task.address = address
+        elif spec.name is not None:
+            if task.spans is None:
+                task.spans = []
+            task.spans.append((spec.name, address))
             touch(touches, address, spec.look.span, spec.written | SPAN)
         elif spec.look.contiguous:
             touch(touches, address, spec.look.span, spec.written)

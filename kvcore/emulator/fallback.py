@@ -16,7 +16,7 @@ what else is torch_npu's own stay as they are (operators.py has the table).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ _format_of: Callable[[Any], int] = torch.ops.npu.get_npu_format
 
 #: Keeps the registrations: they end with the object.
 _libraries: list[Any] = []
-#: By overload.
+#: By overload, as the dispatcher has them.
 kernels: dict[Any, Kernel] = {}
 _views: Views
 
@@ -72,11 +72,14 @@ def install() -> None:
     )
     aten = torch.library.Library("aten", "IMPL")
     for name, overload in operators.overloads():
-        kernel = Kernel(overload) if operators.has_kernel(name) else _refusal(name)
+        kernel: Any = _refusal(name)
+        if operators.has_kernel(name):
+            kernel = kernels[overload] = Kernel(overload)
         aten.impl(name, kernel, "PrivateUse1")
     own = torch.library.Library("npu", "IMPL")
     for name, overload, special in references():
-        own.impl(name, Kernel(overload, special), "PrivateUse1")
+        kernels[overload] = Kernel(overload, special)
+        own.impl(name, kernels[overload], "PrivateUse1")
     _libraries.extend((aten, own))
 
 
@@ -99,7 +102,6 @@ class Kernel(_calls.Kernel):
 
     def __init__(self, overload: Any, special: operators.Special | None = None) -> None:
         super().__init__(str(overload))
-        kernels[overload] = self
         self.overload = overload
         schema = operators.schema_of(overload)
         self.names = [argument.name for argument in schema.arguments]
@@ -125,8 +127,7 @@ class Kernel(_calls.Kernel):
         self.seeded = operators.with_generator(overload) if self.random else None
         self.by_value = not any("Tensor" in str(a.type) for a in schema.arguments)
         self.index_lists = operators.takes_host_indices(overload)
-        self.elements = touched.indexed(self.name)
-        self.indexed = self.elements is not None
+        self.used = self.special.used if self.special else touched.indexed(self.name, self.names)
         run = self.special.run if self.special else self.seeded or overload
         self.run = getattr(run, "_op", run)  # without OpOverload's own frame of Python
         self.prepared()
@@ -158,13 +159,27 @@ class Kernel(_calls.Kernel):
             special.check(*args, **kwargs)
         return device, False, outputs, resized
 
-    def used_elements(
-        self, address: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, bool] | None:
+    def chosen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collection[str]:
         """See _calls.Kernel."""
-        assert self.elements is not None
-        used = touched.ranges(address, args[0], self.elements(*args, **kwargs))
-        return None if used is None else (used, self.names[0] in self.written)
+        used = self.used
+        if used is None or (used.when is not None and not used.when(*args, **kwargs)):
+            return ()
+        return used.names
+
+    def used_elements(
+        self, spans: list[tuple[str, int]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[Any, bool]]:
+        """See _calls.Kernel."""
+        assert self.used is not None
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        found = self.used.elements(*args, **kwargs)
+        made = {}  # keys and values may be one tensor
+        for name, address in spans:
+            for one in found[name]:
+                numbers = touched.ranges(address, given[name], one)
+                if numbers is not None:
+                    made[numbers.tobytes(), name in self.written] = numbers
+        return [(numbers, written) for (_, written), numbers in made.items()]
 
     def text(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The operator with shapes and types of its tensors, by which an update is judged."""

@@ -13,6 +13,8 @@ from torch._C import (
     _dispatch_has_kernel_for_dispatch_key,
 )
 
+from kvcore.emulator.touched import Used
+
 __all__ = [
     "OWN",
     "SPECIAL",
@@ -197,6 +199,7 @@ class Special(NamedTuple):
     writes:  arguments that are written and that the schema does not mark.
     returns: where the schema does not say so: what each return value is, an argument's name (or
              ``name[0]``, of a list), or None for a new tensor.
+    used:    arguments of which it uses some elements; None: all of all.
     """
 
     run: Callable[..., Any]
@@ -204,6 +207,7 @@ class Special(NamedTuple):
     check: Callable[..., None] | None = None
     writes: tuple[str, ...] = ()
     returns: tuple[str | None, ...] | None = None
+    used: Used | None = None
 
 
 def _native_dropout(value: Any, p: float, train: bool | None, *, generator: Any = None) -> Any:

@@ -2,27 +2,50 @@
 """Which elements of a tensor an operator with indices uses: known when it runs, and only then.
 
 A KV cache is one tensor, of which one stream writes some blocks while another reads others: to take
-such an operator for one that uses the whole tensor would accuse correct programs.
+such an operator for one that uses the whole tensor would accuse correct programs.  Torch's own
+operators are here; references of torch_npu's say it beside what they compute (``Special.used``).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from kvcore.emulator._ranges import runs, spread
 
-__all__ = ["MOST", "Elements", "indexed", "ranges", "whole"]
+__all__ = ["MOST", "Elements", "Used", "indexed", "pages", "pieces", "ranges", "whole"]
 
 #: Runs of one tensor; where there are more it is not said what is touched.
 MOST = 1 << 16
 
-#: Offsets of the pieces that are used, in elements from the tensor's first, and which axes a piece
-#: has.
-Elements = tuple[Any, list[int]]
+
+class Elements(NamedTuple):
+    """Pieces of one tensor that look alike.
+
+    offsets:        where each begins, int64, in elements from the tensor's first.
+    sizes, strides: of a piece, in elements.
+    """
+
+    offsets: Any
+    sizes: Sequence[int]
+    strides: Sequence[int]
+
+
+class Used(NamedTuple):
+    """Arguments of an operator of which it uses some elements.
+
+    names:    the arguments.
+    elements: called with the operator's arguments as tensors of the host, when the operator runs:
+              the pieces of each of these arguments.
+    when:     called with the arguments at the call: False for a call that uses all of them.
+    """
+
+    names: frozenset[str]
+    elements: Callable[..., dict[str, list[Elements]]]
+    when: Callable[..., bool] | None = None
 
 
 def whole(address: int, tensor: Any) -> array[int] | None:
@@ -32,25 +55,56 @@ def whole(address: int, tensor: Any) -> array[int] | None:
 
 def ranges(address: int, tensor: Any, used: Elements) -> array[int] | None:
     """The bytes of some elements; address: where the tensor's first lies."""
-    offsets, axes = used
-    sizes, strides = tensor.shape, tensor.stride()
     return spread(
         address,
-        offsets.reshape(-1).to(torch.int64).contiguous().numpy(),
-        [sizes[axis] for axis in axes],
-        [strides[axis] for axis in axes],
+        used.offsets.reshape(-1).to(torch.int64).contiguous().numpy(),
+        used.sizes,
+        used.strides,
         tensor.itemsize,
         MOST,
     )
 
 
+def pieces(tensor: Any, offsets: Any, axes: Sequence[int]) -> Elements:
+    """Pieces that have these axes of the tensor."""
+    sizes, strides = tensor.shape, tensor.stride()
+    return Elements(offsets, [sizes[axis] for axis in axes], [strides[axis] for axis in axes])
+
+
+def pages(cache: Any, axis: int, table: Any, lengths: Sequence[int]) -> list[Elements]:
+    """The first tokens of each request in a paged cache [blocks, ...].
+
+    axis: that of a block's tokens.  table: [requests, columns], blocks; what lies outside of the
+    cache is nobody's.  lengths: tokens of each request, from its first block's first on.
+    """
+    size, count = cache.shape[axis], cache.shape[0]
+    stride, step = cache.stride(0), cache.stride(axis)
+    full, last = [], []
+    for row, length in zip(table, lengths, strict=False):
+        blocks = row[: -(-length // size)].to(torch.int64)
+        blocks = blocks[(blocks >= 0) & (blocks < count)]
+        rest = length % size
+        if rest and len(blocks):
+            last.append(blocks[-1] * stride + torch.arange(rest) * step)
+            blocks = blocks[:-1]
+        full.append(blocks)
+    axes = range(1, cache.dim())
+    found = []
+    if full:
+        found.append(pieces(cache, torch.unique(torch.cat(full)) * stride, axes))
+    if last:
+        offsets = torch.unique(torch.cat(last))
+        found.append(pieces(cache, offsets, [a for a in axes if a != axis]))
+    return found
+
+
 def _along(tensor: Any, dim: int, index: Any) -> Elements:
     """Slices along one axis."""
     if tensor.dim() == 0:
-        return torch.zeros(1, dtype=torch.int64), []
+        return Elements(torch.zeros(1, dtype=torch.int64), [], [])
     axis = dim % tensor.dim()
     rows = torch.unique(index.reshape(-1).to(torch.int64)) % tensor.shape[axis]
-    return rows * tensor.stride(axis), [a for a in range(tensor.dim()) if a != axis]
+    return pieces(tensor, rows * tensor.stride(axis), [a for a in range(tensor.dim()) if a != axis])
 
 
 def _index(tensor: Any, indices: Any, *_: Any, **__: Any) -> Elements:
@@ -67,7 +121,7 @@ def _index(tensor: Any, indices: Any, *_: Any, **__: Any) -> Elements:
         for part in parts:
             offsets = offsets + part % max(1, tensor.shape[axis]) * tensor.stride(axis)
             axis += 1
-    return torch.unique(offsets), axes + list(range(axis, tensor.dim()))
+    return pieces(tensor, torch.unique(offsets), [*axes, *range(axis, tensor.dim())])
 
 
 _MASKS = (torch.bool, torch.uint8)
@@ -84,7 +138,7 @@ def _embedding(weight: Any, index: Any, *_: Any, **__: Any) -> Elements:
 def _elements(tensor: Any, dim: int, index: Any, *_: Any, **__: Any) -> Elements:
     """One element for each of the index: gather and scatter."""
     if tensor.dim() == 0:
-        return torch.zeros(1, dtype=torch.int64), []
+        return Elements(torch.zeros(1, dtype=torch.int64), [], [])
     dim %= tensor.dim()
     offsets = index.to(torch.int64) % max(1, tensor.shape[dim]) * tensor.stride(dim)
     for axis in range(index.dim()):
@@ -92,7 +146,17 @@ def _elements(tensor: Any, dim: int, index: Any, *_: Any, **__: Any) -> Elements
             continue
         steps = torch.arange(index.shape[axis]) * tensor.stride(axis)
         offsets = offsets + steps.view([-1 if a == axis else 1 for a in range(index.dim())])
-    return torch.unique(offsets), []
+    return Elements(torch.unique(offsets), [], [])
+
+
+def _flat(tensor: Any, index: Any, *_: Any, **__: Any) -> Elements:
+    """One element for each of the index, which counts through the whole tensor: take and put."""
+    rest = index.reshape(-1).to(torch.int64) % max(1, tensor.numel())
+    offsets = torch.zeros_like(rest)
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        offsets += rest % size * stride
+        rest = rest // size
+    return Elements(torch.unique(offsets), [], [])
 
 
 _INDEXED: dict[str, Callable[..., Elements]] = {
@@ -104,17 +168,27 @@ _INDEXED: dict[str, Callable[..., Elements]] = {
     "index_copy_": _rows,
     "index_add_": _rows,
     "index_fill_": _rows,
+    "index_reduce_": _rows,
     "embedding": _embedding,
+    "_embedding_bag": _embedding,
+    "_embedding_bag_forward_only": _embedding,
     "gather": _elements,
     "scatter_": _elements,
     "scatter_add_": _elements,
     "scatter_reduce_": _elements,
+    "take": _flat,
+    "put_": _flat,
 }
 
 
-def indexed(name: str) -> Callable[..., Elements] | None:
-    """For an overload's name, what its first argument's used elements are; None: all of them.
+def indexed(name: str, arguments: Sequence[str]) -> Used | None:
+    """What an overload of torch's uses of its first argument; None: all of it."""
+    function = _INDEXED.get(name.removeprefix("aten.").partition(".")[0])
+    if function is None:
+        return None
+    first = arguments[0]
 
-    The function takes the operator's arguments, as tensors of the host.
-    """
-    return _INDEXED.get(name.removeprefix("aten.").partition(".")[0])
+    def elements(*args: Any, **kwargs: Any) -> dict[str, list[Elements]]:
+        return {first: [function(*args, **kwargs)]}
+
+    return Used(frozenset((first,)), elements)

@@ -9,6 +9,7 @@ defined here, on the machine's own kernels and copies.
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ import torch_npu  # type: ignore[import-not-found,unused-ignore]
 
 import kvcore
 from kvcore.emulator import machine, tasks
+from kvcore.emulator.fallback import Kernel
+from kvcore.emulator.operators import Special
+from kvcore.emulator.touched import Elements, Used, pieces
 
 __all__ = ["define"]
 
@@ -65,17 +69,39 @@ def _reshape_and_cache(
     )
 
 
+def _write_rows(key: Any, key_cache: Any, slot_indices: Any) -> None:
+    """Rows of key to their slots; negative ones are padding, and write nothing."""
+    slots = slot_indices.reshape(-1).long()
+    kept = slots >= 0
+    key_cache.view(-1, *key_cache.shape[2:])[slots[kept]] = key[kept]
+
+
+def _written_rows(key: Any, key_cache: Any, slot_indices: Any) -> dict[str, list[Elements]]:
+    slots = slot_indices.reshape(-1).long()
+    count = key_cache.shape[0] * key_cache.shape[1]
+    slots = torch.unique(slots[(slots >= 0) & (slots < count)])
+    axes = range(2, key_cache.dim())
+    return {"key_cache": [pieces(key_cache, slots * key_cache.stride(1), axes)]}
+
+
+_SISO = "_npu_reshape_and_cache_siso"
+_ROWS = Special(
+    _write_rows,
+    meta=lambda *args: None,
+    used=Used(frozenset(("key_cache",)), _written_rows),
+)
+
+
+@functools.cache
+def _rows_kernel() -> Kernel:
+    return Kernel(getattr(torch.ops.atb, _SISO).default, _ROWS)
+
+
 def _reshape_and_cache_siso(key: Any, key_cache: Any, slot_indices: Any) -> None:
     _writable("_npu_reshape_and_cache_siso", key_cache=key_cache)
     if _is_nz(key_cache):
         raise RuntimeError("_npu_reshape_and_cache_siso: the cache must be ND, got FRACTAL_NZ")
-    rows = key_cache.view(-1, *key_cache.shape[2:])
-    # Negative slots are padding: they write the row that is there.
-    slots = slot_indices.long()
-    skipped = slots < 0
-    slots = slots.clamp(min=0)
-    kept = torch.where(skipped.view(-1, *[1] * (key.dim() - 1)), rows.index_select(0, slots), key)
-    rows.index_put_((slots,), kept)
+    _rows_kernel()(key, key_cache, slot_indices)
 
 
 def _load_into(

@@ -38,9 +38,16 @@ def marked(function: Program) -> list[int]:
 
 
 def side_stream(torch: Any) -> Any:
-    """A stream that is not the current one, with nothing queued on either."""
+    """A stream that is not the current one, with nothing queued on either.
+
+    A device has 32 streams: two objects may be one, and the current one is one of them where a
+    capture has failed.
+    """
     torch.npu.synchronize()
-    return torch.npu.Stream()
+    side = torch.npu.Stream()
+    while side == torch.npu.current_stream():
+        side = torch.npu.Stream()
+    return side
 
 
 @program("racecheck")
@@ -266,7 +273,7 @@ def two_branches_of_a_graph(torch: Any, npu: Any, fault: bool) -> None:
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
         main = torch.npu.current_stream()
-        while side == main:  # a device has 32 streams: two objects may be one
+        while side == main:  # the capture's own
             side = torch.npu.Stream()
         side.wait_stream(main)
         x.add_(1)  # earlier

@@ -10,11 +10,13 @@ The environment has torch_npu; TASK_QUEUE_ENABLE is the caller's.
 from __future__ import annotations
 
 import argparse
+import inspect
 import subprocess
 import sys
 from typing import Any
 
 import planted
+import planted_caches  # noqa: F401  (enters its programs too)
 
 import kvcore.emulator
 
@@ -29,7 +31,7 @@ def check(torch: Any, npu: Any, name: str, *, fault: bool) -> str:
         return f"{name}: without the fault\n{texts}" if found else ""
     if len(found) != 1 or found[0].kind != kind:
         return f"{name}: expected one {kind}\n{texts}"
-    lines = [line for file, line in found[0].lines if file == planted.__file__]
+    lines = [line for file, line in found[0].lines if file == inspect.getsourcefile(function)]
     wanted = planted.marked(function)
     if wanted and lines != wanted:
         return f"{name}: expected the lines {wanted}\n{texts}"

@@ -133,12 +133,13 @@ def test_reshape_and_cache(npu: Any, torch: Any) -> None:
 
 
 def test_reshape_and_cache_skips_padding(npu: Any, torch: Any) -> None:
-    key, cache = rows(torch, 3, 2, 32), rows(torch, 2, 16, 2, 32, seed=7)
-    slots = torch.tensor([-1, 4, -1], dtype=torch.int32)
+    """Also where the first slot, which no padding stands for, is written."""
+    key, cache = rows(torch, 4, 2, 32), rows(torch, 2, 16, 2, 32, seed=7)
+    slots = torch.tensor([0, -1, 4, -1], dtype=torch.int32)
     there = cache.npu()
     npu._npu_reshape_and_cache_siso(key.npu(), there, slots.npu())
     expected = cache.clone().view(-1, 2, 32)
-    expected[4] = key[1]
+    expected[0], expected[4] = key[0], key[2]
     assert torch.equal(there.cpu().view(-1, 2, 32), expected)
 
 

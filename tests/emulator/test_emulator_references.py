@@ -364,6 +364,45 @@ def test_kv_rmsnorm_rope_cache(npu: ModuleType, torch: Any, mode: str, quantised
         torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-5, atol=tolerance)
 
 
+@pytest.mark.parametrize("mode", ["PA", "PA_NZ"])
+def test_kv_rmsnorm_rope_cache_functional(npu: ModuleType, torch: Any, mode: str) -> None:
+    """New caches with what the other writes into its own; those that are given stay."""
+    kv, gamma = rows(torch, 2, 1, 1, 96).npu(), rows(torch, 32, seed=4).npu()
+    cos, sin = (rows(torch, 2, 1, 1, 64, seed=s).npu() for s in (5, 6))
+    index = torch.tensor([6, 1]).npu()
+    caches = [torch.full((2, 4, 1, width), 9.0).npu() for width in (64, 32)]
+    rope, latent, *made = npu.npu_kv_rmsnorm_rope_cache_v2_functional(
+        kv, gamma, cos, sin, index, *caches, cache_mode=mode, is_output_kv=True
+    )
+    assert all((cache == 9).all() for cache in caches)
+    wanted = npu.npu_kv_rmsnorm_rope_cache_v2(
+        kv, gamma, cos, sin, index, *caches, cache_mode=mode, is_output_kv=True
+    )
+    for found, one in zip((rope, latent, *made), (*wanted, *caches), strict=True):
+        assert torch.equal(found.cpu(), one.cpu())
+    assert not any((cache == 9).all() for cache in caches)
+
+
+@pytest.mark.parametrize(
+    ("table", "length", "words"),
+    [
+        ([[1, 2]], 3, r"blocks from 0 to 1, got 2"),
+        ([[-1, 0]], 4, r"blocks from 0 to 1, got -1"),
+        ([[1]], 3, r"expected 2 blocks for 3 tokens, got 1"),
+    ],
+)
+def test_a_block_that_is_not_there(
+    npu: ModuleType, torch: Any, table: list[list[int]], length: int, words: str
+) -> None:
+    keys, query = rows(torch, 2, 1, 2, 8).npu(), rows(torch, 1, 1, 1, 8).npu()
+    npu.npu_fused_infer_attention_score(
+        query, keys, keys, num_heads=1, input_layout="BNSD", block_size=2,
+        block_table=torch.tensor(table, dtype=torch.int32).npu(), actual_seq_lengths_kv=[length],
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match=f"fused_infer_attention.*block_table: .*{words}"):
+        torch.npu.synchronize()
+
+
 def test_an_index_that_is_not_there(npu: ModuleType, torch: Any) -> None:
     kv, gamma, one = rows(torch, 1, 1, 1, 96).npu(), rows(torch, 32).npu(), rows(torch, 1, 1, 1, 64)
     caches = [torch.zeros(2, 4, 1, w).npu() for w in (64, 32)]

@@ -17,6 +17,7 @@ import torch
 
 from kvcore.emulator.operators import Special
 from kvcore.emulator.reference.refusals import none_of, one_of, refuse
+from kvcore.emulator.touched import Elements, Used, pages
 
 __all__ = ["TABLE"]
 
@@ -49,13 +50,25 @@ def _requests(x: Any, layout: str, heads: int, ends: Sequence[int] | None) -> li
     return list((x.transpose(1, 2) if layout == "BNSD" else x).unbind(0))
 
 
+def _token_axis(cache: Any) -> int:
+    """Of a paged cache [blocks, size, H], [blocks, heads, size, D] or [blocks, heads, D / lane,
+    size, lane]."""
+    return int(cache.dim()) - 2
+
+
 def _pages(cache: Any, table: Any, length: int, heads: int) -> Any:
     """[length, heads, D] of one request from a paged cache of three, four or five axes."""
-    if cache.dim() == 5:  # [blocks, heads, D / lane, size, lane]
-        size = cache.shape[3]
-    else:
-        size = cache.shape[1] if cache.dim() == 3 else cache.shape[2]
-    blocks = table[: -(-length // size)].long()
+    columns = -(-length // cache.shape[_token_axis(cache)])
+    blocks = table[:columns].long()
+    if len(blocks) < columns:
+        raise RuntimeError(
+            f"block_table: expected {columns} blocks for {length} tokens, got {len(blocks)}"
+        )
+    bad = (blocks < 0) | (blocks >= cache.shape[0])
+    if bad.any():
+        raise RuntimeError(
+            f"block_table: expected blocks from 0 to {cache.shape[0] - 1}, got {blocks[bad][0]}"
+        )
     found = cache[blocks]
     if cache.dim() == 3:
         found = found.reshape(-1, heads, cache.shape[2] // heads)
@@ -257,6 +270,25 @@ def _check(operator: str, names: dict[str, Any], *args: Any, **given: Any) -> No
         refuse(operator, f"atten_mask: needed with sparse_mode {a['sparse_mode']}")
 
 
+def _used(names: dict[str, Any], *args: Any, **given: Any) -> dict[str, list[Elements]]:
+    """The tokens that the block table names, of each cache."""
+    a, _ = _arguments(names, args, given)
+    table = a["block_table"]
+    lengths = _lengths(a["kv_lengths"], len(table), 0)
+    return {
+        name: pages(a[name], _token_axis(a[name]), table, lengths)
+        for name in ("key", "value", "key_rope")
+        if a[name] is not None
+    }
+
+
+def _is_paged(*args: Any, block_table: Any = None, **given: Any) -> bool:
+    return block_table is not None
+
+
+_CACHES = frozenset(("key", "value", "key_rope"))
+
+
 def _functional(names: dict[str, Any], overload: str, *args: Any, **given: Any) -> Any:
     a, _ = _arguments(names, args, given)
     looks = _looks(overload, args, given)
@@ -339,9 +371,11 @@ def _table() -> dict[str, Special]:
         _NAMES,
         strict=True,
     ):
+        used = Used(_CACHES, functools.partial(_used, names), _is_paged)
         made[overload] = Special(
             functools.partial(_functional, names, overload),
             check=functools.partial(_check, overload, names),
+            used=used,
         )
         made[f"{overload}.out"] = Special(
             functools.partial(_into, names, overload),
@@ -349,6 +383,7 @@ def _table() -> dict[str, Special]:
             check=functools.partial(_check_into, names, overload),
             writes=("out",),
             returns=("out[0]", "out[1]"),
+            used=used,
         )
         made[f"_{overload}_get_max_workspace"] = Special(_workspace, meta=_workspace_meta)
     return made

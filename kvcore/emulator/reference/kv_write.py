@@ -19,6 +19,7 @@ from kvcore.emulator.reference.normalization import rms_norm
 from kvcore.emulator.reference.quantise import to_int8
 from kvcore.emulator.reference.refusals import none_of, one_of, refuse
 from kvcore.emulator.reference.rotary import deinterleaved, turned
+from kvcore.emulator.touched import Elements, Used
 
 __all__ = ["TABLE"]
 
@@ -56,6 +57,34 @@ def _write_norm(cache: Any, rows: Any, index: Any) -> None:
     for b in range(len(index)):
         kept = index[b] >= 0
         cache[b, 0, index[b][kept].long()] = rows[b][kept].to(cache.dtype)
+
+
+def _rows(cache: Any, mode: str, index: Any, batch: int, length: int) -> Elements:
+    """Where the rows of a cache lie that are written."""
+    blocks, size, width = cache.shape[0], cache.shape[1], cache.shape[3]
+    if mode == "Norm":
+        most = cache.shape[2]
+        places = index.view(batch, length).long()
+        kept = (places >= 0) & (places < most)
+        offsets = (torch.arange(batch).unsqueeze(1) * most + places)[kept] * width
+        return Elements(torch.unique(offsets), [width], [1])
+    slots = _slots(index, mode, batch, length, size)
+    slots = torch.unique(slots[(slots >= 0) & (slots < blocks * size)])
+    if not mode.endswith("NZ"):
+        return Elements(slots * width, [width], [1])
+    lane = 32 // cache.element_size()
+    offsets = slots // size * (size * width) + slots % size * lane
+    return Elements(offsets, [width // lane, lane], [size * lane, 1])
+
+
+def _used(
+    kv: Any, gamma: Any, cos: Any, sin: Any, index: Any, k_cache: Any, ckv_cache: Any, **given: Any
+) -> dict[str, list[Elements]]:
+    mode, (batch, _one, length, _width) = given.get("cache_mode", "Norm"), kv.shape
+    return {
+        name: [_rows(cache, mode, index, batch, length)]
+        for name, cache in (("k_cache", k_cache), ("ckv_cache", ckv_cache))
+    }
 
 
 def _computed(kv: Any, gamma: Any, cos: Any, sin: Any, v: Any, epsilon: float) -> tuple[Any, Any]:
@@ -169,11 +198,20 @@ def _check(
         refuse(operator, f"index: expected {tokens} values, got {index.numel()}")
 
 
+def _functional(
+    kv: Any, gamma: Any, cos: Any, sin: Any, index: Any, k_cache: Any, ckv_cache: Any, **given: Any
+) -> tuple[Any, ...]:
+    caches = k_cache.clone(), ckv_cache.clone()
+    return *_run(kv, gamma, cos, sin, index, *caches, **given), *caches
+
+
 _WRITES = ("k_cache", "ckv_cache")
+_USED = Used(frozenset(_WRITES), _used)
 
 TABLE = {
     "npu_kv_rmsnorm_rope_cache": Special(
-        _four, check=_check, writes=_WRITES, returns=(*_WRITES, None, None)
+        _four, check=_check, writes=_WRITES, returns=(*_WRITES, None, None), used=_USED
     ),
-    "npu_kv_rmsnorm_rope_cache_v2": Special(_run, check=_check),
+    "npu_kv_rmsnorm_rope_cache_v2": Special(_run, check=_check, used=_USED),
+    "npu_kv_rmsnorm_rope_cache_v2_functional": Special(_functional, check=_check),
 }
