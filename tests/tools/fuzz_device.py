@@ -120,7 +120,8 @@ def fuzz(double: Double, count: int, seed: int) -> dict[str, int]:
     ends: Counter[str] = Counter()
     strange: list[str] = []
     gc.collect()
-    gc.freeze()  # what was there before need not be looked at after each episode
+    # What was there before need not be looked at after each episode, nor in whatever runs next.
+    gc.freeze()
     hooks = threading.excepthook, sys.unraisablehook
     threading.excepthook = lambda told: strange.append(repr(told.exc_value))
     sys.unraisablehook = lambda told: strange.append(f"{told.exc_value!r} in {told.object!r}")
@@ -138,7 +139,6 @@ def fuzz(double: Double, count: int, seed: int) -> dict[str, int]:
     finally:
         faulthandler.cancel_dump_traceback_later()
         threading.excepthook, sys.unraisablehook = hooks
-        gc.unfreeze()
     return dict(ends)
 
 
