@@ -22,7 +22,7 @@ class AclnnBackend:
     name = "aclnn"
     spaces = frozenset({"device"})
 
-    #: Arguments that may lie on the host beside arrays on the device.
+    #: Arguments that may lie on the host while others are on the device.
     uploads = INDEX_ARGUMENTS
 
     @property
@@ -58,7 +58,7 @@ class AclnnBackend:
         return None
 
     def prepare(self, plan: Plan) -> Callable[[], Any]:
-        """What plan.run() calls."""
+        """Return the function that plan.run() calls."""
         from kvcore.npu.call.launch import prepare
 
         return prepare(plan)

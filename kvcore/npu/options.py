@@ -46,17 +46,17 @@ def _require(option: str, value: object, argument: str) -> None:
 
 
 def check() -> str:
-    """ "host" or "device"."""
+    """Which index arrays are checked: "host" for those on the host, "device" for all."""
     return _of("check") or "host"
 
 
 def quirks() -> str:
-    """ "refuse" or "pass"."""
+    """What becomes of calls that kernels are known to do wrong: "refuse" or "pass"."""
     return _of("quirks") or "refuse"
 
 
 def fallback() -> str | None:
-    """None or "cpu"."""
+    """What serves arrays of the host where CANN cannot be used: None or "cpu"."""
     return _of("fallback")
 
 

@@ -8,8 +8,8 @@ it is done.  ``Device(backend=driver)`` takes an object of a class of one's own,
 Who does what
 -------------
 The runtime keeps, for every driver: one *queue* a stream, with what was launched and has not been
-begun; the threads (*workers*) that take operations from it, in order; what failed and which host
-knows of it; captures, the race check, the trace; tasks that wait.
+begun; the threads (*workers*) that take operations from it, in order; what failed and to which
+host that was reported; captures, the race check, the trace; tasks that wait.
 
 A driver whose work is done by the workers themselves, as the model's is, gives no lanes
 (``Driver.lane`` returns None): an operation is over when a worker has run it.  A driver with
@@ -26,21 +26,21 @@ Marks
 -----
 A *mark* is one record of an event, and is settled once: reached, failed (with the failure of the
 work before it) or dropped (the device was left before its turn came).  ``Mark.pending`` is true
-until then, ``Mark.add(waiter)`` has a waiter told.  ``settle`` settles one, from any thread.
+until then, ``Mark.add(waiter)`` has a waiter rung then.  ``settle`` settles one, from any thread.
 
 Failure
 -------
 An operation that raises fails its lane: nothing behind it is begun, marks behind it fail with the
-same ``Failure``, until a host was told (``told``).  What had been launched by then is still not
-begun; what is launched from then on is.
+same ``Failure``, until it was reported to a host (``told``).  What had been launched by then is
+still not begun; what is launched from then on is.
 
 Threads
 -------
 ``check``, ``prepare``, ``mark``, ``place``, ``record_mark``, ``wait_mark`` and ``told`` are called
-by the program's threads, any number at once; they must not block.  What ``prepare`` returns runs
-on a worker, where raising fails the lane; so do the actions of ``Lane.in_order``, which must not
-raise.  ``until``, ``look`` and ``wait_for`` are called by whoever waits.  No lock of the runtime
-is held, but where a method says so.
+by the program's threads, any number at once; they must not block.  What ``prepare`` returns runs on
+a worker, where raising fails the lane; so do the actions of ``Lane.in_order``, which must not
+raise.  ``until``, ``look`` and ``wait_for`` are called by the thread or task that waits.  No lock
+of the runtime is held, but where a method says so.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class Driver(ABC):
         refuse(self.core.key, argument, owner)
 
     def reached(self) -> None:  # noqa: B027 (not every driver has something to tidy)
-        """A host has waited for work: a good moment to free what only that work held.
+        """A host has waited for work, so memory that only that work held can be freed now.
 
         Called where ``tidies`` is true.
         """

@@ -2,9 +2,9 @@
 """Waking tasks from a worker, without ever waiting for their event loop.
 
 Handing a wake-up to a loop with ``from_thread.run_sync`` would hold the worker until the loop's
-thread comes round, which is never while that thread is blocked.  So a worker only marks the
-waiter as told and, if nobody has rung since the last look, writes one byte into a socket pair
-that the loop watches.  However many waiters are told before the loop looks, one byte is enough.
+thread runs again, which is never while that thread is blocked.  So a worker only marks the
+waiter as rung and, if no other has been since the loop last looked, writes one byte into a socket
+pair that the loop watches.  One byte is enough, however many waiters are rung before it looks.
 
 There is no task in the background.  Of the tasks that wait, one (the leader) watches the socket
 and wakes the others; when it leaves, for whatever reason, another one takes its place.
@@ -32,7 +32,7 @@ class Waitable(Protocol):
         ...
 
     def discard(self, waiter: Waiter, /) -> None:
-        """Do not tell this waiter any more."""
+        """Take the waiter off the list: it is not rung any more."""
         ...
 
 
@@ -73,7 +73,7 @@ class Bell:
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass
-        # Only now: a ring that came before this line wrote no byte, but its waiter is told and
+        # Only now: a ring that came before this line wrote no byte, but its waiter is marked and
         # is found below; one that comes after it writes a byte.
         self._rung = False
         for seat in self._seats.values():
@@ -106,7 +106,7 @@ class Bell:
             thing.discard(waiter)
             if not self._led:
                 for other in self._seats.values():
-                    # (a loop that was closed can wake nobody)
+                    # (a loop that was closed can wake no task)
                     with contextlib.suppress(RuntimeError):
                         other.event.set()
                     break
@@ -125,7 +125,7 @@ class Bell:
         self._shut()
 
     def __del__(self) -> None:
-        # Its loop has ended; whoever rings now finds a closed pipe.
+        # Its loop has ended; a ring from now on finds a closed pipe.
         with contextlib.suppress(AttributeError):
             self._shut()
 

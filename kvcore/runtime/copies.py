@@ -50,7 +50,7 @@ class Payer(Protocol):
 
 
 def bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same elements as a type of numpy's own, which it moves fast and without the GIL."""
+    """The elements seen as a type of numpy's own, which numpy moves fast and without the GIL."""
     if array.dtype.isbuiltin == 1:
         return array
     size = array.itemsize

@@ -45,7 +45,7 @@ _CORES: weakref.WeakSet[Core] = weakref.WeakSet()
 
 
 class Promises:
-    """Marks that streams wait for and that nobody has recorded yet; the device's lock is held."""
+    """Marks that streams wait for and that are not recorded yet; the device's lock is held."""
 
     def __init__(self) -> None:
         self._marks: dict[int, Mark] = {}
@@ -73,7 +73,7 @@ class Core:
 
     driver:   who does the work.  executor: the workers' queues.  queues: one a stream, in the
               order they were made.  waiting: the tasks that wait.
-    lock:     of launches that clocks, the race check and the trace hear of; a thread may hold it
+    lock:     of launches that clocks, the race check and the trace observe; a thread may hold it
               while it asks the driver for memory or marks, never while it waits.
     check:    raises StreamError unless the device is open and this is none of its workers.
     check_process: raises StreamError in a process that was forked from the device's.
@@ -81,7 +81,7 @@ class Core:
     captures: graphs whose blocks are open.  promises: external events that are waited for.
     race, trace, clock: None where the device has none.  costs: whether copies note theirs.
     origin:   ``time.monotonic`` of the opening.
-    closed:   everything was given back.  abandoned: Python ends, and nobody may wait.
+    closed:   everything was given back.  abandoned: Python ends, and no thread may wait.
     """
 
     def __init__(self, settings: Settings, driver: Driver) -> None:
@@ -302,7 +302,7 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
-    """Python ends with devices still entered, and with it their threads: nobody may wait.
+    """Python ends with devices still entered, and with it their threads: no thread may wait.
 
     A block that is left later, by a generator that is collected last, could wait for ever.
     """

@@ -14,7 +14,7 @@ from kvcore.runtime.stream import Stream
 __all__ = ["current_stream", "forget_streams", "set_current_stream", "use_stream"]
 
 #: The streams in use in this task, innermost last.  A context variable: a task that sets it
-#: changes nobody else's, and a task group's children start with their parent's.
+#: changes no other task's, and a task group's children start with their parent's.
 _CURRENT: ContextVar[tuple[Stream, ...]] = ContextVar("kvcore_current_stream", default=())
 
 

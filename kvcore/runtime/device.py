@@ -126,7 +126,7 @@ class Device:
         return current_stream(self)
 
     def use(self, stream: Stream) -> contextlib.AbstractContextManager[Stream]:
-        """``with device.use(stream):`` makes it the current one in this task."""
+        """Make a stream the current one in this task for a block: ``with device.use(stream):``."""
         self._core.check_process()
         self._core.own(stream)
         return use_stream(stream)
@@ -142,9 +142,9 @@ class Device:
         return ExternalEvent(self._core, self)
 
     def capture(self, stream: Stream) -> Capture:
-        """``async with device.capture(stream) as graph:`` records launches instead of running.
+        """Record launches instead of running them: ``async with device.capture(stream) as graph:``.
 
-        A plain ``with`` does the same.  Inside, synchronising, querying, allocating, freeing,
+        A plain ``with`` works too.  Inside, synchronising, querying, allocating, freeing,
         host access and replaying raise CaptureError and record nothing.  On an NPU the graph
         becomes one of its own when the block ends: BackendUnavailableError ("not in this CANN")
         at its begin where aclmdlRI* is missing, and CaptureError for host functions.
@@ -275,7 +275,10 @@ class Device:
         self._finish(marks)
 
     def synchronize_blocking(self) -> None:
-        """``synchronize``, holding this thread; also on an event loop's own, and without a loop."""
+        """Do what ``synchronize`` does, holding this thread.
+
+        Works on an event loop's own thread, and without a loop.
+        """
         self._may_wait()
         marks = [(stream, stream.queue.mark()) for stream in self.streams]
         for _, mark in marks:
@@ -305,7 +308,7 @@ class Device:
 
     @property
     def awaits_external(self) -> bool:
-        """Whether a stream waits for an external event that nobody has recorded yet."""
+        """Whether a stream waits for an external event that is not recorded yet."""
         self._core.check_process()
         return len(self._core.promises) > 0
 

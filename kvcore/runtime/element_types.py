@@ -29,7 +29,7 @@ def element_type(dtype: object) -> tuple[str, np.dtype[Any]]:
             # Packed two a byte; numpy may know the name from a package whose type takes a byte an
             # element.
             return dtype, np.dtype(_RAW[dtype])
-        # (numpy takes a NUL for a type, and words of a package's for types of objects)
+        # (numpy takes a NUL for a type, and some words of packages for types of objects)
         if dtype.isprintable():
             with contextlib.suppress(TypeError, ValueError, SyntaxError):
                 return dtype, np.dtype(dtype)

@@ -89,7 +89,10 @@ class Event(EventCore):
             self._finish(mark)
 
     def synchronize_blocking(self) -> None:
-        """``synchronize``, holding this thread; also on an event loop's own, and without a loop."""
+        """Do what ``synchronize`` does, holding this thread.
+
+        Works on an event loop's own thread, and without a loop.
+        """
         self._core.check()
         mark = self.mark
         if mark is not None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """External events: a stream may wait for one before it is recorded.
 
-An ordinary event that was never recorded holds nothing back.  An external one holds back whoever
-waits until somebody records it, which is how a graph waits for work outside of it.  ACL has them
-as a flag in memory that a record sets, a wait looks at and a reset clears, and asks for one of two
-orders of calls: wait, reset, record; or record, wait, reset.  Both are rounds of one record each.
-So here an event goes from round to round: a round is over once it was recorded and reset, and a
-wait means the record of the round it was made in, whether that comes before it or after.  What
-waits for what is thereby settled by the order of the host's calls, as for ordinary events.
+An ordinary event that was never recorded holds nothing back.  An external one holds back the
+streams that wait until it is recorded, which is how a graph waits for work outside of it.  ACL has
+them as a flag in memory that a record sets, a wait looks at and a reset clears, and asks for one of
+two orders of calls: wait, reset, record; or record, wait, reset.  Both are rounds of one record
+each.  So here an event goes from round to round: a round is over once it was recorded and reset,
+and a wait means the record of the round it was made in, whether that comes before it or after.
+What waits for what is thereby settled by the order of the host's calls, as for ordinary events.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Round:
         """Record, wait or reset on a stream, now; the device's lock is held.
 
         A record behind its own wait is refused.  In a replay half of the graph may be launched by
-        then, so there the wait fails instead, as it does when nobody ever records.
+        then, so there the wait fails instead, as it does when the event is never recorded.
         """
         core = self._core
         if verb == "wait":
@@ -118,14 +118,14 @@ class ExternalEvent:
     def wait(self, stream: StreamCore | None = None) -> None:
         """Hold back what is launched on the stream from here on until the event is recorded.
 
-        Returns at once.  A device that is left with nobody having recorded it fails the wait.
+        Returns at once.  Leaving the device before it is recorded fails the wait.
         """
         self._call("wait", stream)
 
     def reset(self, stream: StreamCore | None = None) -> None:
         """Begin a new round once this one was recorded; who waits from then on waits for that.
 
-        An event that nobody recorded or waits for has nothing to reset.
+        An event that is neither recorded nor waited for has nothing to reset.
         """
         self._call("reset", stream)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a host is told of failures of its device's work: every sentence of it, in one place."""
+"""The sentences that report failures of a device's work to a host, all in one place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _text(failure: Failure) -> str:
 
 
 def failed(failure: Failure, what: str) -> StreamError:
-    """What a host is told of a failure, caused by the first exception."""
+    """The error that reports a failure to a host, caused by the first exception."""
     error = StreamError(
         f"{what}: {failure.operation} on stream {failure.stream!r} failed: {_text(failure)}",
         argument="stream",
@@ -43,7 +43,7 @@ def failed(failure: Failure, what: str) -> StreamError:
 
 
 def unseen(failures: Sequence[Failure], race: RaceError | None) -> StreamError:
-    """What is raised when a device is left with failures that no host was told of."""
+    """The error for failures that were not reported to any host before the device is left."""
     first = failures[0]
     error = StreamError(
         f"stream {first.stream!r}: {first.operation} failed and nobody was told: {_text(first)}",

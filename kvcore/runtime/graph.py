@@ -59,7 +59,7 @@ class CaptureState:
     # -- recording; called by the streams that are part of the capture
 
     def add(self, queue: Queue, kind: int, target: Any, args: Any, us: float) -> None:
-        """Record one launch."""
+        """Record one launch as a step of the capture."""
         branch = self.queues.index(queue)
         if kind != KIND_CALL:
             for access in (*getattr(target, "reads", ()), *getattr(target, "writes", ())):
@@ -146,7 +146,7 @@ class Graph:
 
     @property
     def num_operations(self) -> int:
-        """Operations of one replay."""
+        """The number of operations that one replay launches."""
         return sum(isinstance(step, Launch) for step in self._recording.steps)
 
     def replay(self, stream: StreamCore | None = None) -> None:
@@ -191,7 +191,7 @@ class Graph:
             queues += self._streams.sides(queue, len(recording.queues) - 1)
             start = queue.mark()
             for side in queues[1:]:
-                # A failure here reached the stream that was given, which tells the host of it.
+                # A failure here reached the stream that was given, which reports it to the host.
                 side.told(None)
                 side.wait_mark(start)
         marks: dict[int, Mark] = {}

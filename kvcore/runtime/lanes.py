@@ -90,9 +90,9 @@ class Lane(ABC):
         """
 
     def told(self, failure: Failure | None) -> bool:
-        """A host was told of the failure of a mark: the stream is usable again.
+        """The failure of a mark was reported to a host: the stream is usable again.
 
-        False when this stream had no failure left to tell, or another one.
+        False when this stream had no failure left to report, or another one.
         """
         return self.queue.usable_again(failure)
 
@@ -113,8 +113,8 @@ class Lane(ABC):
     @property
     def rests(self) -> bool:
         """True when all that was launched has been handed over."""
-        # A queue counts as idle while it is telling of its last record; what is told here is
-        # part of the work.
+        # A queue counts as idle while it wakes those who wait for its last record; what they call
+        # here is part of the work.
         return self.queue.rests and not self._steps
 
     def in_order(self, action: Callable[[Mark], Callable[[], object]]) -> None:
@@ -139,7 +139,7 @@ class Lane(ABC):
         tell()
 
     def record_in_order(self, mark: Mark, action: Callable[[Mark], Callable[[], object]]) -> None:
-        """``in_order`` for a record of this lane, which the race check hears of."""
+        """Do what ``in_order`` does, for a record of this lane, which the race check observes."""
         queue = self.queue
         outside.owned(mark, queue)
         observer = queue.executor.observer
@@ -151,7 +151,7 @@ class Lane(ABC):
                 self.in_order(action)
 
     def wait_in_order(self, mark: Mark, wait: Callable[[Mark], None]) -> None:
-        """Call wait(mark) now; the race check hears of it."""
+        """Call wait(mark) now, as a wait that the race check observes."""
         queue = self.queue
         observer = queue.executor.observer
         if observer is None:
@@ -294,7 +294,7 @@ class _Handed:
 
 
 def _nothing() -> None:
-    """Nobody is to be told."""
+    """Wake no one: there is nothing to report."""
 
 
 def _ignore(mark: Mark) -> None:

@@ -5,7 +5,7 @@ Leaving the block
 -----------------
 *Normally*: nothing more can be launched; a mark is put behind everything on every stream and
 waited for; then the workers end, the buffers are given back and, if something failed or raced
-that nobody was told of, that is raised.
+without being reported, that is raised.
 
 *By an exception or a cancel*: what has not started is dropped, so that no wait can last; what
 runs is waited for through every cancel (``shield``), because a kernel cannot be called back while
@@ -153,7 +153,7 @@ class Life:
         await self._core.waiting.happened(self._over)
 
     def _raise_unseen(self) -> None:
-        """Raise what went wrong and no host was told of."""
+        """Raise what went wrong and was not reported to any host."""
         core = self._core
         failures = list(core.executor.failures)
         race = None if core.race is None else core.race.error()
@@ -240,7 +240,7 @@ class Life:
                 if kind is None:
                     try:
                         await self._ended()
-                    except GeneratorExit:  # nobody goes on with what is awaited from here
+                    except GeneratorExit:  # the coroutine is not resumed after this await
                         raise
                     except BaseException:
                         self.drop()

@@ -61,7 +61,7 @@ class MemoryInfo:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What an allocation was made as: the buffer whose rows a report tells.
+    """What an allocation was made as: the buffer whose rows a report names.
 
     name: "" without one.  shape, dtype: as asked for, shape in stored elements.  address: of the
     first byte; row_bytes: of one element of the first dimension.
@@ -136,12 +136,12 @@ class Buffer(BufferCore):
 
     @property
     def space(self) -> str:
-        """The memory space."""
+        """The memory space: "device", "host" or "swapped"."""
         return self.storage.space
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements a dimension."""
+        """The number of elements in each dimension."""
         return self._array.shape
 
     @property
@@ -151,7 +151,7 @@ class Buffer(BufferCore):
 
     @property
     def ndim(self) -> int:
-        """Dimensions."""
+        """The number of dimensions."""
         return self._array.ndim
 
     @property
@@ -166,7 +166,7 @@ class Buffer(BufferCore):
 
     @property
     def address(self) -> int:
-        """Address of the first element."""
+        """The address of the first element, as the host has it."""
         return int(self._array.ctypes.data)
 
     @property
@@ -238,9 +238,9 @@ class Buffer(BufferCore):
         return (self[i] for i in range(len(self)))
 
     def view(self, shape: int | Sequence[int] | None = None, dtype: str | None = None) -> Self:
-        """The same memory as another shape and type; the buffer must be contiguous.
+        """A view of the memory with another shape and type; the buffer must be contiguous.
 
-        ``dtype`` first, in the last dimension; then ``shape`` (one -1 is allowed).
+        The type is changed first, in the last dimension; then the shape (one -1 is allowed).
         """
         array = self._live()
         name = self.dtype
@@ -306,7 +306,7 @@ class Buffer(BufferCore):
         return _HostUse(self, self._keeper, mode)
 
     def numpy(self) -> npt.NDArray[Any]:
-        """The memory as a numpy array, for good.
+        """The memory as a numpy array that may be kept.
 
         Counts as a write by the host at this moment; what happens to the array later is not
         seen by the race check.  Prefer ``host``.
@@ -318,7 +318,7 @@ class Buffer(BufferCore):
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        # The interface has no words for bfloat16 or float8: numpy then asks for __array__.
+        # The interface has no name for bfloat16 or float8: numpy then asks for __array__.
         if self._array.dtype.isbuiltin == REGISTERED:
             raise AttributeError("__array_interface__")
         array = self.numpy()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model clock and the capacity count know of a device.
+"""A device's figures, for the model clock and the count of its memory.
 
 A profile is a set of figures.  Every figure says where it comes from: ``measured`` (by whom and
 how), ``published`` (with its source), ``fitted`` (to which rows, and what they leave) or
 ``assumed`` (with the reasoning), so that a prediction can say how much of it rests on what.  A2, A3
-and 950 ship as TOML files beside this module; ``DeviceProfile.load`` reads one's own in the same
+and 950 ship as TOML files in this folder; ``DeviceProfile.load`` reads one's own in the same
 form::
 
     name = "A3"
@@ -138,7 +138,7 @@ class DeviceProfile:
     def replace(
         self, *, basis: str = "assumed", source: str = "given by the caller", **values: float
     ) -> DeviceProfile:
-        """The same profile with other values, all of one basis and source."""
+        """A profile with other values for some figures, all of one basis and source."""
         figures = dict(self.figures)
         for key, value in values.items():
             figures[key] = Figure(value, basis, source)
@@ -162,7 +162,7 @@ class DeviceProfile:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> DeviceProfile:
-        """The same form as the file, parsed."""
+        """A profile from a mapping of the form that a profile's file has."""
         if not isinstance(data, dict):
             raise _invalid("profile", "a dict, as a TOML file gives", type(data).__name__)
         name = data.get("name")

@@ -10,11 +10,11 @@ cancels of anyio's and trio's scopes only.  asyncio's own ``Task.cancel`` (``asy
 
 The exception that is raised is the very one that came, and ``Task.uncancel`` is never called: the
 task's count of requests stays what the cancels made it, by which ``asyncio.timeout`` and
-``asyncio.TaskGroup`` know their own cancel from somebody else's.
+``asyncio.TaskGroup`` know their own cancel from another's.
 
 Two things do end the wait at once, and then the operations may still run: a KeyboardInterrupt or
 SystemExit that is raised inside it (on asyncio that is the second Ctrl-C at the earliest), and
-GeneratorExit, which is raised in a coroutine that nobody will resume.
+GeneratorExit, which is raised in a coroutine that will not be resumed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def can_await() -> bool:
 
 
 class Shield:
-    """``with Shield() as shield: await shield(wait)``: wait() is awaited to its end.
+    """Awaits to the end what is given to it: ``with Shield() as shield: await shield(wait)``.
 
     Leaving the block raises the first cancel that was held back, also in the place of an
     ordinary exception, which is then its ``__context__``.

@@ -30,7 +30,7 @@ class StreamStatistics:
     done:      operations that are over, failed ones included; those that were skipped behind a
                failure, or dropped with the device, never count.
     waiting:   True while the stream waits for another's event, or for a host function of its own.
-    failed:    True from a failure until a host was told of it.
+    failed:    True from a failure until it was reported to a host.
     capturing: True while launches are recorded into a graph.
     """
 
@@ -51,9 +51,9 @@ class DeviceStatistics:
     queued, running, done: sums over the streams.
     memory:          by space ("device", "host", "swapped"); see ``MemoryInfo``.
     tasks_waiting:   tasks, of all event loops, that await the device now.
-    external_events: external events that streams wait for and nobody has recorded.
+    external_events: external events that streams wait for and that are not recorded.
     captures:        graphs whose blocks are open.
-    unseen_failures: failures that no host was told of yet; leaving the device raises them.
+    unseen_failures: failures not reported to any host yet; leaving the device raises them.
     races:           races found so far; 0 without a race check.
     """
 

@@ -206,7 +206,7 @@ class Stream(StreamCore):
         self._finish(mark, always=False)
 
     def synchronize_blocking(self, timeout_s: float | None = None) -> None:
-        """``synchronize``, holding this thread.
+        """Do what ``synchronize`` does, holding this thread.
 
         Works on an event loop's own thread (workers never need the loop) and without a loop.
         timeout_s: seconds after which to wait no longer; StreamError then (with code 507046 on an
@@ -232,7 +232,7 @@ class Stream(StreamCore):
                 return
 
     def drain_blocking(self) -> None:
-        """``drain``, holding this thread."""
+        """Do what ``drain`` does, holding this thread."""
         while (mark := self._last_mark()) is not None:
             self._core.driver.wait_for(mark, timed=False)
             if not mark.dropped:

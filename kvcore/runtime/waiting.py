@@ -83,7 +83,7 @@ class Waiting:
         return len(self._bells)
 
     def close(self) -> None:
-        """The device is left: give every bell's sockets back once nobody waits with it."""
+        """The device is left: give every bell's sockets back once no task waits with it."""
         for bell in list(self._bells):
             bell.close()
 

@@ -104,7 +104,7 @@ class Argument(NamedTuple):
         )
 
     def described(self) -> Argument:
-        """The same with its dims worked out, where ACL has its type."""
+        """This argument with its dims for ACL worked out, where ACL has its type."""
         if self.element is None or self.element.acl is None:
             return self
         return self._replace(dims=dims_of(self), dense_dims=dims_of(self, dense=True))

@@ -46,7 +46,7 @@ class OperatorCall:
     function: str
     #: Arguments that the kernel writes.
     outputs: frozenset[str]
-    #: Arguments whose values the call needs on the host, whoever asks.
+    #: Arguments whose values the call needs on the host in any case.
     host_values: tuple[str, ...] = ()
     #: Whether it counts in the memory behind an argument; see counts_itself.
     counts = False
@@ -62,7 +62,7 @@ class OperatorCall:
         self.harm: str | None = None
 
     def bound(self, arguments: list[Argument | None]) -> OperatorCall:
-        """The same call of a plan's own arrays."""
+        """This call over the arrays of one plan."""
         if self.counts:
             self.check_room(arguments)
         made = object.__new__(type(self))
@@ -78,7 +78,7 @@ class OperatorCall:
                 self.arguments[i] = one._replace(element=kind)
 
     def index_of(self, name: str) -> int:
-        """Position of an argument."""
+        """Position of an argument among those of the operator, by its name."""
         return self.operator.arguments.index(name)
 
     def argument(self, name: str) -> Argument:

@@ -3,7 +3,7 @@
 
 Work of one stream runs in order, so a stream has one workspace and one place for copies, which
 every launch uses anew.  When one must grow, the old one is retired: freed once an event recorded
-behind its last use has passed.  A launch that is told to ``keep`` gets memory of its own, for the
+behind its last use has passed.  A launch with ``keep`` gets memory of its own, for the
 caller to free (a captured graph uses the same addresses at each replay).
 """
 
@@ -265,7 +265,7 @@ class Room:
                 self.pool.lock.release()
 
     def hold(self, array: Any) -> None:
-        """Let an array live until the launch is done, whoever drops it before."""
+        """Let an array live until the launch is done, even when the caller drops it before."""
         if array is not None:
             self._new.append(_HeldArray(array))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose arrays a call is made of: the runtime's buffers, or torch_npu's tensors.
 
-The owner says on which stream the work goes when nobody else does, makes the arrays that an
+The owner says on which stream the work goes when the caller does not, makes the arrays that an
 operator returns, and knows where temporary memory comes from.
 """
 

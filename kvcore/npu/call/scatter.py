@@ -88,7 +88,7 @@ class ScatterCall(OperatorCall):
         return flat.seen_as(shape, dense_strides(shape, flat.itemsize))
 
     def check_room(self, arguments: list[Argument | None]) -> None:
-        """In Nct the storage must hold the rows that CANN is told of."""
+        """In Nct the storage must hold the rows that the tensor given to CANN spans."""
         for found in (arguments[KEY], arguments[VALUE]):
             if found is None:
                 continue

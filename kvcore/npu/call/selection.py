@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""aclnnGatherSelectionKvCache, a custom operator that must be installed beside CANN."""
+"""aclnnGatherSelectionKvCache, a custom operator that is installed in addition to CANN."""
 
 from __future__ import annotations
 

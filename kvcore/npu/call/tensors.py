@@ -55,11 +55,11 @@ class TensorHandles:
         return self._tensor(kind, shape, strides, offset, storage, argument.base)
 
     def scalar(self, kind: DType, address: int) -> int:
-        """A 0-dim tensor: how a kernel is told that there is no value."""
+        """A 0-dim tensor, which says to a kernel that there is no value."""
         return self._tensor(kind, [], [], 0, [], address)
 
     def empty(self, kind: DType, address: int) -> int:
-        """A tensor of dims {0}: how GatherSelectionKvCache is told that there is no rope."""
+        """A tensor of dims {0}, which says to GatherSelectionKvCache that there is no rope."""
         return self._tensor(kind, [0], [1], 0, [0], address)
 
     def integers(self, values: Sequence[int]) -> int:

@@ -48,7 +48,7 @@ class UpdateCall(OperatorCall):
         self.slots = np.empty(0, np.int64)
 
     def is_empty(self) -> bool:
-        """No tokens."""
+        """Whether the call has no tokens."""
         return self.argument("new_kv").size == 0
 
     def values(self, found: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class UpdateCall(OperatorCall):
         self.slots = slots.astype(np.int32 if bound < 2**31 else np.int64)
 
     def returned(self) -> Any:
-        """The caller's own array."""
+        """The array that the call returns: the caller's own cache."""
         return self.argument("past").source
 
     def phase_one(

@@ -81,7 +81,7 @@ class Values:
         portability.within(_instead, self._shadow.check_values)
 
     def by_name(self) -> dict[str, NDArray[Any]]:
-        """The copies by argument."""
+        """The checked copies on the host, by the name of their argument."""
         return {self._names[i]: array for i, array in self.copies.items()}
 
 

@@ -47,7 +47,7 @@ ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL = 1
 # aclrtDevAttr
 ACL_DEV_ATTR_NPU_ARCH = 601
 
-# Statuses that code looks for; status.py has the words of all
+# Statuses that code looks for; status.py has the meaning of every one
 ACL_SUCCESS = 0
 ACL_ERROR_REPEAT_INITIALIZE = 100002
 ACL_ERROR_RT_FEATURE_NOT_SUPPORT = 207000

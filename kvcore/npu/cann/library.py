@@ -206,7 +206,7 @@ class Cann:
         return text.decode(errors="replace") if text else ""
 
     def arch(self, device_id: int = 0) -> int | None:
-        """The device's NpuArch; None where the runtime does not tell."""
+        """The device's NpuArch; None where the runtime does not say."""
         value = ctypes.c_int64(0)
         if not self.has("aclrtGetDeviceInfo"):
             return None
@@ -270,7 +270,7 @@ class OnDevice:
 
     def __exit__(self, *_: object) -> None:
         cann, before = self._cann, self._before
-        # What has failed in the block is what is to be told, or else the next call tells.
+        # What has failed in the block is what is reported, or else the next call reports it.
         if (
             before
             and cann.context() != before

@@ -75,7 +75,7 @@ def _said(ask: Any) -> Any:
 
 
 def _version(cann: Cann) -> str:
-    """The runtime's version, as far as this CANN tells one."""
+    """The runtime's version, where this CANN has a function for it."""
     if cann.has("aclsysGetVersionStr"):
         text = ctypes.create_string_buffer(256)
         for package in (b"CANN", b"runtime"):

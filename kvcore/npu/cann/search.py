@@ -87,14 +87,14 @@ class Search:
         for text in (*named, *USUAL_HOMES):
             if text:
                 home = Path(text)
-                with contextlib.suppress(RuntimeError):  # "~" of nobody: a folder like another
+                with contextlib.suppress(RuntimeError):  # "~" without a user: a folder like another
                     home = home.expanduser()
                 if home not in seen:
                     seen.add(home)
                     yield home
 
     def folders(self) -> Iterator[Path]:
-        """Folders with libraries."""
+        """The folders that are searched for libraries, in order."""
         if self.given:
             yield from self.given
             return
@@ -123,7 +123,7 @@ class Search:
         return next(filter(None, (self.open(name, os.RTLD_GLOBAL) for name in names)), None)
 
     def meta(self, runtime: LoadedLibrary) -> LoadedLibrary | None:
-        """libnnopbase.so beside the runtime library."""
+        """libnnopbase.so from the folder of the runtime library."""
         return self._beside(runtime, META_NAME, os.RTLD_GLOBAL)
 
     def operators(self, runtime: LoadedLibrary) -> list[LoadedLibrary]:
@@ -241,7 +241,7 @@ class Search:
             key, _, value = line.partition("=")
             if key.strip() == "load_priority":
                 names = [name.strip() for name in value.split(",")]
-                # A name of a folder beside the file, and nothing that leads elsewhere.
+                # The name of a folder next to the file, and nothing that leads elsewhere.
                 return [n for n in names if n and os.sep not in n and n not in (".", "..")]
         return []
 

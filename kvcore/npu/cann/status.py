@@ -168,7 +168,7 @@ def error_class(code: int) -> type[KVCoreError]:
 
 
 def meaning(code: int) -> str:
-    """The status in words."""
+    """The meaning of a status, as a sentence of an error has it."""
     return MEANINGS[code][1] if code in MEANINGS else "a status this library does not know"
 
 

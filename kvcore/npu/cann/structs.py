@@ -27,19 +27,19 @@ class MallocAttribute(ctypes.Structure):
 
 
 class MallocConfig(ctypes.Structure):
-    """aclrtMallocConfig."""
+    """The structure aclrtMallocConfig."""
 
     _fields_ = (("attrs", ctypes.POINTER(MallocAttribute)), ("num_attrs", ctypes.c_size_t))
 
 
 class MemLocation(ctypes.Structure):
-    """aclrtMemLocation."""
+    """The structure aclrtMemLocation."""
 
     _fields_ = (("id", ctypes.c_uint32), ("type", ctypes.c_int32))
 
 
 class PtrAttributes(ctypes.Structure):
-    """aclrtPtrAttributes."""
+    """The structure aclrtPtrAttributes."""
 
     _fields_ = (
         ("location", MemLocation),
@@ -49,7 +49,7 @@ class PtrAttributes(ctypes.Structure):
 
 
 class MemcpyBatchAttr(ctypes.Structure):
-    """aclrtMemcpyBatchAttr."""
+    """The structure aclrtMemcpyBatchAttr."""
 
     _fields_ = (
         ("destination", MemLocation),

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which files may be loaded into this process: those that no stranger can have written.
 
-A library runs as whoever loads it.  So a file that everybody may write is refused, one below a
-folder in which everybody may exchange it (a folder that all may write, but for ``/tmp`` and its
-like, whose sticky bit keeps others' files), and one that belongs to anybody but root, this user or
-the owner of the CANN it is part of.
+A library runs with the rights of the user who loads it.  So a file that everybody may write is
+refused, one below a folder in which everybody may exchange it (a folder that all may write, but for
+``/tmp`` and its like, whose sticky bit keeps others' files), and one that belongs to anybody but
+root, this user or the owner of the CANN it is part of.
 
 What is looked at is what is loaded: the file is opened first, its owner and permissions are those
 of the descriptor, and behind loading the path must still lead to it.  Where a folder on the way
-belongs to somebody else, who could exchange the file meanwhile, it is loaded through the
-descriptor, by a path in ``/proc`` (else not: a library that looks for others beside itself would
-not find them).
+belongs to another user, who could exchange the file meanwhile, it is loaded through the descriptor,
+by a path in ``/proc`` (else not: a library that looks for others in its own folder would not find
+them).
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def opened(
 ) -> Iterator[Opened]:
     """Open a file that may be loaded.
 
-    owners: user ids that count as one's own, beside root's.
+    owners: user ids that count as one's own, besides root's.
     Raises Refused with the reason, OSError or ValueError when there is no such file.
     """
     if not path.is_absolute():
         raise Refused("not used: a relative path")
     # Links first: what is opened then is no link, nor can it become one unseen.
     real = Path(os.path.realpath(path, strict=True))
-    # Opening a pipe for reading would wait for somebody who writes.
+    # Opening a pipe for reading would wait for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
     try:
         handle = os.open(real, flags)
@@ -111,7 +111,7 @@ def _refuse(real: Path, found: os.stat_result, own: Collection[int]) -> None:
 
 
 def _look_at_folder(folder: Path, own: Collection[int]) -> bool:
-    """Whether nobody else can exchange what is in it.  Raises Refused when everybody can."""
+    """Whether no other user can exchange what is in it.  Raises Refused when every user can."""
     handle = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         found = os.fstat(handle)

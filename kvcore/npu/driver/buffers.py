@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers on an NPU: what operators are told of them, and what a launch keeps of them.
+"""Buffers on an NPU: how they are described to operators, and what a launch keeps of them.
 
 What their memory is and when it goes is in ``heap``.
 """
@@ -68,10 +68,10 @@ _handing_over = _HandingOver()
 
 @dataclass(frozen=True, slots=True)
 class BufferDescription:
-    """What operators are told of a buffer; see ``kvcore._core.adopt``.
+    """A buffer as it is described to operators; see ``kvcore._core.adopt``.
 
     address: of element 0, as the device has it; strides: bytes; base, storage_bytes: the whole
-    allocation; stream: the aclrtStream to run on when nobody names one; key: the same for all
+    allocation; stream: the aclrtStream to run on when the call names none; key: the same for all
     arrays of one device; maker, device: what makes more memory of it; host_address: the host's
     address of element 0 of swapped memory.
     """
@@ -145,7 +145,7 @@ class AclBuffer(Buffer):
 
     @property
     def __kvcore_device_array__(self) -> BufferDescription | None:
-        """What operators on the device are told; None for pinned memory, which it cannot use."""
+        """The description for operators; None for pinned memory, which the device cannot use."""
         if self.space == "host":
             return None
         whole, array = self._whole_and_view()

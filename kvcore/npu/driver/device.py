@@ -121,7 +121,7 @@ class AclDriver(Driver):
         return _profile(profile, cann.soc().name)
 
     def attach(self, core: Core) -> None:
-        """Make the books of handles and memory; nothing is taken yet."""
+        """Make the parts that count handles and memory; nothing is taken yet."""
         super().attach(core)
         cann, device_id = self.cann, self.device_id
         self.watch = HardwareWatch(self)
@@ -133,7 +133,7 @@ class AclDriver(Driver):
         self.batches = bool(cann.has("aclrtMemcpyBatchAsync"))
 
     def bind(self) -> library.OnDevice:
-        """``with driver.bind():`` gives this thread the device for the block."""
+        """Give this thread the device for a block: ``with driver.bind():``."""
         return self.cann.on_device(self.device_id)
 
     def open(self) -> None:
@@ -197,18 +197,18 @@ class AclDriver(Driver):
             self.heap.collect()
 
     def give_up(self, mark: Mark, failure: Failure | None) -> None:
-        """Resolve the mark's record, which tells the lanes that wait for it."""
+        """Resolve the mark's record, so that lanes that wait for it go on."""
         if failure is not None:
             self.core.executor.failures.append(failure)
         record_of(self.core.executor, mark).resolve(failure, dropped=failure is None)
 
     def time_of(self, mark: Mark) -> float | None:
         """When the host learnt of it."""
-        self.look(mark)  # nobody may have asked the hardware yet
+        self.look(mark)  # the hardware may not have been asked yet
         return super().time_of(mark)
 
     def elapsed(self, start: Mark, end: Mark) -> float:
-        """By the NPU's clock."""
+        """Milliseconds from one mark to another, by the NPU's clock."""
         handles = [_timed(start, "event"), _timed(end, "other")]
         with self.bind():
             found = ctypes.c_float()

@@ -31,8 +31,8 @@ class Flight:
     """The items in flight on one lane, oldest first, and the handle they went by.
 
     losses: failures of the hardware so far.  What was launched before one may not be handed over
-            behind it, and a worker can be about to while another thread finds out; so whoever
-            hands over says how many there were when it was launched.
+            behind it, and a worker can be about to while another thread finds out; so the
+            thread that hands over says how many there were when it was launched.
     lock:   guards everything here, and what a lane says of failures with it.
     """
 
@@ -148,7 +148,7 @@ class Flight:
                 if isinstance(item, HardwareRecord):
                     item.in_flight = False
                     # Before the handle goes: the events of a stream that is aborted are complete,
-                    # and whoever sees one of them must see this too.
+                    # and a thread that sees one of them must see this too.
                     item.failure = failure
             if handle and self._users:
                 self._doomed.append(handle)
@@ -158,7 +158,7 @@ class Flight:
         return items
 
     def end(self) -> None:
-        """The device is left: nothing is in flight, and somebody else destroys the handle."""
+        """The device is left: nothing is in flight, and the driver destroys the handle."""
         self._items.clear()
         self._handle = 0
 
@@ -191,7 +191,7 @@ class Flight:
         return [last]
 
     def waited_for(self, record: HardwareRecord | None = None) -> list[HardwareRecord]:
-        """The records of other lanes that this one was told to wait for before a record of its.
+        """The records of other lanes that the hardware waits for here, before the given record.
 
         The last one of each lane, which says as much as those before it.
         """

@@ -190,7 +190,7 @@ class AclProgram:
                 driver.complaints.append(bare(error))
 
     def replay(self, queue: Queue) -> None:
-        """Queue one replay."""
+        """Queue one replay of the captured graph, and return at once."""
         queue.again(KIND_WORK, _Replay(self, queue.lane), None, 0.0, None)
 
 
@@ -213,7 +213,7 @@ class _Replay(Handover):
         return self.reads, self.writes
 
     def run(self) -> None:
-        """Hand over."""
+        """Hand the replay over to the hardware."""
         program, lane = self._program, self._lane
         cann = lane.npu.cann
         with lane.npu.bind(), lane.flight.using(self._losses) as handle:

@@ -196,14 +196,14 @@ class Heap:
         """The last array has gone.  In any thread, perhaps within the collector: no lock here."""
         self._gone.append(number)
         if self._closed and os.getpid() == self._process:
-            # The device was left and this array outlived it; nobody will come by again, but for
-            # other devices, whose host function this may be in.
+            # The device was left and this array outlived it; no thread frees anything for it later,
+            # but for other devices, whose host function this may be in.
             _late.append(self)
             if not library.thread.in_host_function:
                 _collect_late()
 
     def giving_back(self) -> library.OnDevice:
-        """``with heap.giving_back():`` gives this thread the device, also while Python ends."""
+        """Give this thread the device for a block, also while Python ends."""
         bound: library.OnDevice = self._cann.on_device(self._device_id, giving_back=True)
         return bound
 
@@ -232,7 +232,7 @@ class Heap:
             return True
 
     def trim(self) -> None:
-        """Free everything that nobody uses."""
+        """Free everything that is not in use."""
         self.collect()
         with self._lock:
             spare, self._spare = self._spare, {}
@@ -254,7 +254,7 @@ class Heap:
                 self._errors.append(bare(error))  # live memory holds this heap
 
     def close(self) -> list[KVCoreError]:
-        """Free everything but host memory that somebody still has an array of.
+        """Free everything but host memory of which an array is still alive.
 
         That goes with its last array.  Returns what went wrong.
         """

@@ -29,7 +29,7 @@ __all__ = ["Action", "HostCall", "launch"]
 class Action:
     """A function on its way to a thread of the driver; who launches it keeps this until it ran.
 
-    When nobody does, because its stream was given up, it will not run.
+    When no thread does, because its stream was given up, it will not run.
     """
 
     __slots__ = ("__weakref__", "run")

@@ -42,7 +42,7 @@ __all__ = ["AclLane"]
 FLIGHT = 256
 #: Seconds between two looks for a failure by a host that polls.
 PATIENCE_S = 0.05
-#: Milliseconds of a synchronisation that only wants to hear of a failure.
+#: Milliseconds of a synchronisation that is made only to be told of a failure by CANN.
 GLANCE_MS = 1
 
 
@@ -65,7 +65,7 @@ class AclLane(Lane):
         self._tail: Mark | None = None
         self._next_look = 0.0
         self._stuck_at: HardwareRecord | None = None
-        #: Failures that the host was told of here, the last ones.
+        #: The last failures that were reported to the host here.
         self._told_of: deque[Failure] = deque(maxlen=32)
 
     # -- launching
@@ -128,7 +128,7 @@ class AclLane(Lane):
         self.record_in_order(mark, record.hand_over)
 
     def wait_mark(self, mark: Mark) -> None:
-        """Tell the hardware to wait when the queue has come this far."""
+        """Have the hardware wait when the queue has come this far."""
         self._tail = None
         self.wait_in_order(mark, self._wait_for)
 
@@ -139,12 +139,12 @@ class AclLane(Lane):
                 self.hold_until(mark)
             return
         if record.ready.pending:
-            # The hardware must have the record before it can be told to wait for it.
+            # The hardware must have the record before it can wait for it.
             self.hold_until(record.ready)
         self.in_order(partial(self._depend, record, self.flight.losses))
 
     def _depend(self, record: HardwareRecord, losses: int, step: Mark) -> Callable[[], object]:
-        """Tell the hardware to wait for a record.  Never raises."""
+        """Have the hardware wait for a record.  Never raises."""
         if step.failed or step.dropped:
             return _nothing
         executor, npu = self.queue.executor, self.npu
@@ -157,7 +157,7 @@ class AclLane(Lane):
                 if handle:
                     npu.cann.aclrtStreamWaitEvent(handle, record.handle)
                     self.flight.took(Dependency(record), losses)
-        except BaseException as error:  # told to the host as any failure is
+        except BaseException as error:  # reported to the host as any failure is
             fail(executor, self.queue, Failure(bare(error), self.name, "wait_event"))
         return _nothing
 
@@ -179,10 +179,11 @@ class AclLane(Lane):
         return not self.flight and not self.shared
 
     def told(self, failure: Failure | None) -> bool:
-        """The host hears of a mark's failure: see ``Queue``, where a queue has one at a time.
+        """A mark's failure was reported to the host; a ``Queue`` has one failure at a time.
 
         Here two may meet: the hardware's, which one thread finds, and that of a launch which a
-        worker hands over meanwhile.  Marks have the one or the other; both are told by either.
+        worker hands over meanwhile.  Marks have the one or the other; reporting either of them
+        reports both.
         """
         queue = self.queue
         with self.flight.lock:
@@ -220,7 +221,7 @@ class AclLane(Lane):
         self.flight.passed(record)
 
     def synchronize_briefly(self) -> None:
-        """Hear of a failure, if there is one; KVCoreError."""
+        """Have CANN report a failure, if there is one.  Raises KVCoreError."""
         cann = self.npu.cann
         if not self.flight.has_handle or not cann.has("aclrtSynchronizeStreamWithTimeout"):
             return
@@ -297,7 +298,7 @@ class AclLane(Lane):
     def give_up(self, failure: Failure) -> None:
         """Count what is in flight as not done, and do without the handle from now on.
 
-        The worker that calls this has an error that it tells the queue of.
+        The worker that calls this has an error, which it gives to the queue itself.
         """
         self._end(self.flight.cut(failure), failure)
 
@@ -320,4 +321,4 @@ class AclLane(Lane):
 
 
 def _nothing() -> None:
-    """Nobody is to be told."""
+    """Wake no one: there is nothing to report."""

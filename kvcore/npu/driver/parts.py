@@ -86,7 +86,7 @@ class OnHardware(Protocol):
 
     @property
     def npu(self) -> Hardware:
-        """The NPU."""
+        """The driver of the NPU that the lane is of."""
 
     @property
     def flight(self) -> Flying:
@@ -104,10 +104,10 @@ class OnHardware(Protocol):
         """The hardware is past a record: everything before it is done."""
 
     def synchronize_briefly(self) -> None:
-        """Hear of a failure, if there is one; KVCoreError."""
+        """Have CANN report a failure, if there is one.  Raises KVCoreError."""
 
     def look_around(self) -> None:
-        """See how far the hardware is, when it has much."""
+        """Ask how far the hardware is, when it has been given much."""
 
     def look_for_failure(self, seen: set[Any], *, polling: bool = False) -> None:
         """Find out whether this lane, or one that it waits for, has failed."""

@@ -3,7 +3,7 @@
 
 Each record has an aclrtEvent of its own, from a pool: an event that a task waits for may be
 recorded again meanwhile, and the task means the record from before.  A handle goes back to the
-pool with the last reference to its record; a stream that was told to wait for it holds one.
+pool with the last reference to its record; a stream that waits for it on the hardware holds one.
 
 Events are made by aclrtCreateEventExWithFlag, as torch_npu makes them: recording again is allowed
 and status is asked by aclrtQueryEventStatus, where 1 means complete (aclrtQueryEvent, which is
@@ -89,14 +89,14 @@ class HardwareRecord:
     """One record of an event on a stream, from its place in the queue to the hardware's report.
 
     mark:    what the program sees; None once it is resolved.
-    lane:    where it is recorded; None for an external event that nobody has recorded yet.
+    lane:    where it is recorded; None for an external event that is not recorded yet.
     ready:   a mark resolved when the hardware has the record (or will never have it).
     handle:  the aclrtEvent, 0 until then.
     failure: why it was not reached; set before its stream is aborted, which completes its event.
     doomed:  why it will not count as reached, when what was before it is done: its queue has
              failed, but the hardware still has work from before.
     losses:  failures of the lane when it was launched.
-    rungs:   marks resolved when somebody should look at the hardware again.
+    rungs:   marks resolved when those who wait should ask the hardware again.
     """
 
     __slots__ = (
@@ -130,7 +130,7 @@ class HardwareRecord:
         self.losses = 0
 
     def hand_over(self, step: Mark) -> Callable[[], object]:
-        """The queue has come to this record; what the call returns tells whoever waits.
+        """The queue has come to this record; what the call returns wakes those who wait.
 
         Never raises: it is called in a worker's loop.
         """
@@ -152,11 +152,11 @@ class HardwareRecord:
                         return _nothing
                     return partial(settle, executor, self.ready)
                 failure = failure or flight.loss_since(self.losses)
-            except BaseException as error:  # told to the host as any failure is
+            except BaseException as error:  # reported to the host as any failure is
                 failure = failure or Failure(bare(error), lane.name, "record_event")
                 fail(executor, lane.queue, failure)
                 # Nobody can say when the hardware is done with what it has: it must end, since
-                # whoever waits for this record takes all before it for over.
+                # those who wait for this record take all before it for over.
                 lane.give_up(failure)
         return partial(self.resolve, failure, dropped=step.dropped)
 
@@ -174,7 +174,7 @@ class HardwareRecord:
             return True
 
     def resolve(self, failure: Failure | None = None, *, dropped: bool = False) -> None:
-        """Tell everybody, once."""
+        """Settle the marks of the record, once, and wake those who wait for them."""
         failure = failure or self.failure
         if self.doomed is not None:
             failure = self.doomed
@@ -220,7 +220,7 @@ class HardwareRecord:
         return True
 
     def confirm(self) -> None:
-        """The event is complete: resolve, unless there is a failure to tell.
+        """The event is complete: resolve, unless there is a failure to report.
 
         An asynchronous fault is reported by the next synchronisation, so there is one; what is
         waited for here has happened.  A stream that waited for one that failed goes on, on the
@@ -230,7 +230,7 @@ class HardwareRecord:
             record.confirm_alone()
 
     def confirm_alone(self) -> None:
-        """``confirm``, where what this record waited for was confirmed."""
+        """Do what ``confirm`` does, when what this record waited for is confirmed."""
         lane = self.lane
         for other in lane.flight.waited_for(self):
             if other.failure is not None:
@@ -270,11 +270,11 @@ def _in_order(last: HardwareRecord) -> list[HardwareRecord]:
 
 
 def _nothing() -> None:
-    """The hardware will tell."""
+    """Wake no one yet: the record is resolved when the hardware has reached it."""
 
 
 def record_of(executor: Executor, mark: Mark) -> HardwareRecord:
-    """The record of a mark; an external event's begins with whoever first asks."""
+    """The record of a mark; an external event's is made when it is first asked for."""
     record: HardwareRecord | None = mark.position
     if record is None:
         record = mark.position = HardwareRecord(executor, mark, False)
@@ -282,7 +282,7 @@ def record_of(executor: Executor, mark: Mark) -> HardwareRecord:
 
 
 class Dependency:
-    """In a lane's flight: it was told to wait for a record of another."""
+    """An item in a lane's flight: the hardware waits there for a record of another lane."""
 
     __slots__ = ("record",)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of a plan at a time, although several queues may hand it over.
 
-Handing over takes a moment on the host and is done by workers, and by whoever ends a capture.  A
-program that launches a plan and then captures it has done nothing wrong, so those who hand over
-wait for each other; the hardware has an order of its own for what was handed over.
+Handing over takes a moment on the host and is done by workers, and by the thread that ends a
+capture.  A program that launches a plan and then captures it has done nothing wrong, so those who
+hand over wait for each other; the hardware has an order of its own for what was handed over.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Turns:
 
     @contextmanager
     def of(self, plan: object) -> Iterator[None]:
-        """Wait until nobody else hands this plan over."""
+        """Wait until no other thread hands this plan over."""
         with self._lock:
             lock, users = self._taken.setdefault(id(plan), (threading.Lock(), [0]))
             users[0] += 1

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a host learns that the hardware has reached a record.
 
-A *ring*: a hardware stream of the host's own is told to wait for the record's event, and behind
+A *ring*: a hardware stream of the host's own waits for the record's event, and behind
 that comes a host function that rings.  Put on the work's stream, the function would have to be
 behind what was launched meanwhile, and would hold the stream up.  There is a ring for each record
 that is waited for at a moment, up to a limit.
 
-The *watch*: a thread that is there from the first ``await`` on and sleeps unless somebody waits.
+The *watch*: a thread that is there from the first ``await`` on and sleeps unless a task waits.
 It asks for the events that got no ring, and looks whether a stream that is waited for has failed:
 behind a failure no host function runs, so nothing would ring.
 """
@@ -41,7 +41,7 @@ SLICE_MS = 50
 
 
 class _Watched:
-    """Records that somebody waits for, what to tell him by, and whether a ring will."""
+    """Records that a task waits for, the mark that wakes it, and whether a ring settles that."""
 
     __slots__ = ("records", "rings", "rung")
 
@@ -162,7 +162,7 @@ class HardwareWatch:
 
     def _rang(self, ring: int, records: list[HardwareRecord], rung: Mark) -> None:
         # On a thread of the driver: no ACL, and never an exception.  The records are held until
-        # now, so that nobody records their events again before the ring's stream has seen them.
+        # now, so that their events are not recorded again before the ring's stream has seen them.
         records.clear()
         self._idle_rings.append(ring)
         settle(self._driver.core.executor, rung)
@@ -198,7 +198,7 @@ class HardwareWatch:
                 self._watched += busy
 
     def _sees(self, watched: _Watched, seen: set[OnHardware]) -> bool:
-        """Whether nobody needs to look at these any more."""
+        """Whether these need not be looked at any more."""
         if not watched.rung.pending:
             return True
         records = [record for record in watched.records if record.mark is not None]
@@ -209,7 +209,7 @@ class HardwareWatch:
                         self._look_at_held(seen)
                     elif not record.look():
                         record.lane.look_for_failure(seen)
-            except BaseException as error:  # whoever waits must hear of it, whatever it is
+            except BaseException as error:  # it must reach those who wait, whatever it is
                 record.lane.lose(error, losses=record.losses)
         return not watched.rung.pending
 
@@ -228,7 +228,7 @@ class HardwareWatch:
     # -- the end
 
     def stop(self) -> None:
-        """End the watch; nobody waits any more."""
+        """End the watch, when no task waits any more."""
         with self._condition:
             self._over = True
             self._condition.notify()

@@ -30,7 +30,7 @@ class Handover:
 
 
 class Work(Handover):
-    """An operation as the queue has it: the plan for whoever asks about it, and how it is run."""
+    """An operation as the queue holds it: it answers as the plan does, and hands the work over."""
 
     __slots__ = ("_held", "_lane", "_losses", "_plan", "name")
 

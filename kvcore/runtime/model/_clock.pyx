@@ -15,7 +15,7 @@ ready at the host's present time or after, so nodes that are ready by then may b
 that synchronises gives up its place until the node it waits for has ended, so these may be
 served too.  What a plan costs is known only after it ran; if the next node in the order has not
 run yet, the host waits for it (really), and asks again.  Copies, ``compute`` and host functions
-have a cost from the start, so a host function that is still running holds up nobody's clock.
+have a cost from the start, so a host function that is still running holds up no clock.
 An operation that is skipped behind a failure keeps the cost it had from the start, or has none.
 """
 
@@ -87,7 +87,7 @@ cdef class Node:
         return False
 
     def discard(self, waiter):
-        """Do not tell this waiter any more."""
+        """Take the waiter off the list: it is not rung when the node has ended."""
         if self.waiters is not None and waiter in self.waiters:
             self.waiters.remove(waiter)
 

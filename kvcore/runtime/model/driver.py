@@ -67,7 +67,7 @@ class ModelDriver(Driver):
                 yield node
 
     def wait_for(self, mark: Mark, seconds: float | None = None, *, timed: bool = True) -> None:
-        """As every driver does, by the shortest way where the mark is all that matters."""
+        """Hold this thread until the mark is settled, and its time known where that matters."""
         if seconds is None and (self.clock is None or not timed):
             if mark.pending:
                 hold(mark)

@@ -2,7 +2,8 @@
 """Who may touch what: the look at a plan's memory before it is queued.
 
 On a device with a profile a kernel reaches device and swapped memory of that device only; without
-one it reaches any array.  What a type of plan tells of its memory is learnt once.
+one it reaches any array.  What plans of a type declare of their memory is found out once, for the
+type.
 """
 
 cimport cython
@@ -27,8 +28,8 @@ cdef class Admission:
         self.types = {}
 
     cdef int learn(self, object plan) except -1:
-        """What plans of this type tell: nothing, accesses, or a tuple of arrays as well."""
-        cdef int told = 0
+        """What plans of this type declare: 0 is nothing, 1 is accesses, 2 is `arrays` too."""
+        cdef int declared = 0
         kind = type(plan)
         if kind is type or not callable(getattr(plan, "run", None)):
             raise ParamInvalidError(
@@ -36,22 +37,22 @@ cdef class Admission:
                 argument="plan", seen=kind.__name__, expected="a plan",
             )
         if hasattr(plan, "reads") and hasattr(plan, "writes"):
-            told = 2 if isinstance(getattr(plan, "arrays", None), tuple) else 1
-        self.types[kind] = told
-        return told
+            declared = 2 if isinstance(getattr(plan, "arrays", None), tuple) else 1
+        self.types[kind] = declared
+        return declared
 
     cdef int admit(self, object plan) except -1:
         """Raise when the plan touches memory that it must not."""
         cdef object found = self.types.get(type(plan))
-        cdef int told = self.learn(plan) if found is None else found
-        if told == 2:
+        cdef int declared = self.learn(plan) if found is None else found
+        if declared == 2:
             # Accesses may be dear to make; only the owners matter here.
             for owner in plan.arrays:
                 if owner is not None and not self.reachable(owner):
                     break
             else:
                 return 0
-        if told:
+        if declared:
             self.admit_all(plan.reads)
             self.admit_all(plan.writes)
         return 0

@@ -42,7 +42,7 @@ cdef double now() noexcept:
 cdef class Line:
     """Operations in order and where a worker is in them; a ``Queue`` is one that takes launches.
 
-    failure: why it does not go on, until a host was told.
+    failure: why it does not go on, until that was reported to a host.
     promises: marks of external events, not recorded when this line began to wait for them, that
         whatever is queued from now on comes behind; None without any.
     """
@@ -53,7 +53,7 @@ cdef class Executor:
     """The ready queues of one device and the workers that advance them.
 
     launches: operations launched so far, records and waits included.
-    failures: failures that no host has been told of yet.
+    failures: failures not reported to any host yet.
     """
 
     def __init__(self, Admission admission, seed, bint modelled_time):
@@ -140,7 +140,7 @@ cdef class Executor:
         )
 
     def tell(self, Failure failure):
-        """A host has been told of this failure."""
+        """The failure was reported to a host."""
         cdef Py_ssize_t i
         failure.seen = True
         for i in range(len(self.failures)):
@@ -189,7 +189,7 @@ cdef class Executor:
                 if lock in self.parked:
                     self.parked.remove(lock)
                 else:
-                    lock.acquire()        # somebody has just popped it and is about to release
+                    lock.acquire()        # another thread has just popped it and releases it next
 
     cdef Line take(self):
         cdef Py_ssize_t n

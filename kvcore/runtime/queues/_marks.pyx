@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is queued, what is waited for, and what went wrong: the queues' small change."""
+"""The small objects of the queues: operations, marks, those who wait for marks, failures."""
 
 cimport cython
 
 
 @cython.final
 cdef class Failure:
-    """Why a queue does not go on: the first cause, and whether anybody was told."""
+    """Why a queue does not go on: the first cause, and whether it was reported."""
 
     def __init__(self, object cause, str stream, str operation):
         self.cause = cause
@@ -17,7 +17,7 @@ cdef class Failure:
 
 @cython.final
 cdef class Waiter:
-    """Somebody outside the queues: told once, by calling ``ring``."""
+    """A thread or task outside the queues that waits: ``ring`` is called once, to wake it."""
 
     def __init__(self, object ring):
         self.ring = ring

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks and lines for somebody who is no worker: the driver of a device with queues of its own.
+"""Marks and lines for callers that are no workers: drivers of devices with queues of their own.
 
 There, a worker only hands work over, and that a record was reached is known later and elsewhere.
 These functions give a driver a mark to settle itself, and operations that the observers (race

@@ -10,21 +10,21 @@ That is all: no thread is waited for and nothing is awaited.  A worker takes a r
 it meets a wait whose mark is pending (the queue is then put on the mark's list and holds no
 thread), or until others have waited long enough (it goes to the back of ``ready``).
 A *mark* is one record of an event.  When the record is reached the mark is resolved: queues on
-its list become ready again, then hosts on its list are told.
+its list become ready again, then hosts on its list are woken.
 
 *A failure.* The exception is kept in a ``Failure`` on the queue.  While it is there, operations
 are popped but not run, and marks recorded behind it resolve as failed, carrying the same
-failure; a queue that waits for a failed mark takes it over.  When a host is told (it
+failure; a queue that waits for a failed mark takes it over.  When it is reported to a host (that
 synchronised), the queue forgets the failure, but everything launched up to that moment is still
 skipped: what runs and what does not depends on the order of the host's calls, never on how far
 the worker had come.
 
 *A drop* (the device is left by an exception or a cancel).  Every operation that has not started
-is popped and its mark resolved as dropped, so nobody waits for ever; what runs, runs to its end.
+is popped and its mark resolved as dropped, so no wait lasts for ever; what runs, runs to its end.
 
 An event hop costs no thread switch
 -----------------------------------
-Resolving a mark makes queues ready but wakes nobody.  A parked worker is woken only at the
+Resolving a mark makes queues ready but wakes no thread.  A parked worker is woken only at the
 moment a worker is about to *run* something while other queues are ready.  In a ping-pong between
 two queues, one worker records, meets the wait, takes the other queue and goes on.
 
@@ -34,7 +34,7 @@ The extension relies on the GIL: none of the functions that change a queue runs 
 between its reads and its writes (appending to a deque or a list, popping, releasing a lock are
 C calls).  Operations are dropped only when the state is whole again, since dropping one may run
 anything.  Workers sleep on locks of their own, so no wake-up can be lost: a worker puts its lock
-on ``parked`` in the same breath in which it found ``ready`` empty.
+on ``parked`` before any Python code can run after it found ``ready`` empty.
 """
 
 cimport cython
@@ -125,7 +125,7 @@ cdef class Queue(Line):
         return mark is not None and mark.outcome == PENDING
 
     cdef inline bint at_rest(self) noexcept:
-        # A host that was told by the last record may ask before the worker has put the queue
+        # A host that was woken by the last record may ask before the worker has put the queue
         # down; there is nothing left to run all the same.
         cdef Op op = self.running
         if self.state == IDLE:
@@ -382,14 +382,14 @@ cdef class Queue(Line):
         return 0
 
     def told(self, Failure failure):
-        """The host has been told of this queue's failure: the queue is usable again.
+        """The failure was reported to the host: the queue is usable again.
 
-        False when this queue had no failure left to tell.
+        False when this queue had no failure left to report.
         """
         return self.usable_again(failure) if self.lane is None else self.lane.told(failure)
 
     def usable_again(self, Failure failure):
-        """``told``, for the queue's own part alone; a lane calls it."""
+        """Do what ``told`` does for the queue alone; called by a lane, which has its own part."""
         if self.failure is None or (failure is not None and failure is not self.failure):
             return False
         self.executor.tell(self.failure)
@@ -405,7 +405,7 @@ cdef class Queue(Line):
         return gone
 
     def forget(self, gone):
-        """Resolve what was taken away: nobody may wait for it for ever."""
+        """Resolve what was taken away, so that no wait for it lasts for ever."""
         cdef Op op
         while gone:
             op = gone.popleft()
@@ -435,7 +435,7 @@ cdef class StreamCore:
 
     @property
     def failure(self):
-        """Why the stream does not go on, until a host was told; None while it does."""
+        """Why the stream does not go on, until that was reported to a host; None while it does."""
         return self.queue.failure
 
     @property

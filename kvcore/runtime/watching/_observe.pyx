@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device tells of its operations to the race check, the model clock and the trace.
+"""Passes a device's operations on to the race check, the model clock and the trace.
 
 A device that has none of them has no observer at all, so the launch path pays nothing.  The
 first three calls come from the host with the device's lock held and give each operation a

@@ -15,7 +15,7 @@ The host is one lane, whatever tasks and threads it has: how these order their o
 be seen from here, and a correct program must not be accused.
 
 A vector is an array that is never changed once made, so that operations, marks and lanes share
-it; a lane's own count and the host's count are kept beside it.
+it; a lane's own count and the host's count are kept apart from it.
 """
 
 cimport cython

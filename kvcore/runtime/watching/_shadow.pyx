@@ -193,7 +193,7 @@ cdef class Shadow(SegmentMap):
                 hits = self._compare(s, False, lane, host, vector, hits)
                 self._enter(s, False, record, lane, host, vector)
             else:
-                # bytes that nobody has touched yet
+                # bytes that were not touched yet
                 i = self.place(place)
                 i = self.insert(self.at, i, place, end if s == NULL else s.start, NONE,
                                 self.new_reader(record, NONE))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The race check: what it reports.  ``_order`` has the clocks, ``_watch`` the accesses."""
+"""The race check's reports.  The clocks are in ``_order``, the accesses in ``_watch``."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class RaceCheck(Watch):
     def _placed(
         self, kind: str, first: Party, second: Party, shared: Ranges, owner: object
     ) -> Race:
-        """A race over these bytes, told as rows of the buffer that they are of."""
+        """A race over these bytes, reported as rows of the buffer that they are of."""
         start, end = shared[0]
         origin = self._origin(start, owner)
         return Race(

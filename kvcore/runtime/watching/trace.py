@@ -54,8 +54,10 @@ class StreamUse(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """``elapsed``: first start to last end; ``busy``: with anything under way;
-    ``overlap``: with two streams or more under way.  Microseconds.
+    """Microseconds of a trace as a whole.
+
+    ``elapsed``: from the first start to the last end; ``busy``: with anything under way;
+    ``overlap``: with two streams or more under way.
     """
 
     elapsed: float
@@ -103,7 +105,7 @@ class Trace:
         kept = len(self._spans) + len(self._flows) + len(self._memory) + len(self._links)
         return self.seen + self._flows_seen + self._memory_seen + self._links_seen - kept
 
-    # -- what the device tells; its lock is held
+    # -- called by the device, which holds its lock
 
     def opened(self, origin: float) -> None:
         """Times count from here on: seconds of ``time.monotonic``."""
