@@ -20,13 +20,15 @@ from typing import Any, Literal
 from kvcore.errors import fail, shown
 
 __all__ = [
-    "GROUPS", "MAX_HEADS", "MAX_HEAD_SIZE", "MAX_LAYERS", "PREFILL_SOURCE",
+    "GROUPS", "MAX_HEADS", "MAX_HEAD_SIZE", "MAX_LAYERS", "PREFILL_PROMPT_TOKENS", "PREFILL_SOURCE",
     "PREFILL_TOKENS_PER_S", "CacheOptions", "CommandOptions", "OffloadOptions", "Option", "axes",
     "default_of", "flags_of", "option", "options_of", "options_page",
 ]  # fmt: skip
 
 #: Prompt tokens a second of one die.
 PREFILL_TOKENS_PER_S = 3344.0
+#: Of the prompts for which that rate was published.
+PREFILL_PROMPT_TOKENS = 4096
 PREFILL_SOURCE = (
     "6,688 tokens/s a package of two dies, DeepSeek-R1, 4K prompts: Zuo et al., Serving Large"
     " Language Models on Huawei CloudMatrix384, arXiv:2506.12708; for other models an assumption"
@@ -136,6 +138,7 @@ class OffloadOptions:
                 which they are.
     abort_share: share of requests that are aborted somewhere in their output.
     arrivals:   "order": all are there at once; "time": each at its timestamp.
+    slo, attain: limits of a request's latencies, and the share of requests that must meet them.
     max_trace_events: kept for Perfetto.
     """
 
@@ -210,6 +213,14 @@ class OffloadOptions:
         "order", "offload",
         "order: all requests are there at once; time: each at its timestamp",
         choices=("order", "time"), metavar="HOW", only="offload",
+    )  # fmt: skip
+    slo: str | None = option(
+        None, "offload", "limits that a good request meets, like ttft=2s,tpot=50ms (and e2e); a"
+        " bare number is seconds", metavar="LIMITS", only="offload", nullable=True,
+    )  # fmt: skip
+    attain: float = option(
+        0.9, "offload", "share of the requests that must be good for the limits to hold",
+        kind="number", low=0, high=1, metavar="P", only="offload",
     )  # fmt: skip
     max_trace_events: int = option(
         0, "output", "events kept for Perfetto", kind="integer", low=0, high=10**8, written=False

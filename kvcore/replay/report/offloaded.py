@@ -8,8 +8,14 @@ from typing import Any
 
 from kvcore import __version__
 from kvcore.replay.clock.step_clock import StepTimes
+from kvcore.replay.metrics.latency import Latencies
 from kvcore.replay.models.profile import STEP, ModelProfile
-from kvcore.replay.options import PREFILL_SOURCE, PREFILL_TOKENS_PER_S, OffloadOptions
+from kvcore.replay.options import (
+    PREFILL_PROMPT_TOKENS,
+    PREFILL_SOURCE,
+    PREFILL_TOKENS_PER_S,
+    OffloadOptions,
+)
 from kvcore.replay.report.report import Report
 from kvcore.replay.serving.interval import FEWEST, Interval
 from kvcore.runtime.profile import DeviceProfile
@@ -138,6 +144,7 @@ class OffloadReport(Report):
     timeline: Timeline
     elapsed_ns: int
     interval: Interval | None = None
+    latencies: Latencies = field(default_factory=Latencies)
 
     @property
     def rows(self) -> float:
@@ -275,6 +282,8 @@ class OffloadReport(Report):
                 "link": totals.link_us,
             },
             "tokens_per_s": {"decode": self.decode_tokens_per_s, "all": self.tokens_per_s},
+            "latency_ms": self.latencies.to_dict(),
+            "slo": self.slo_dict(),
             "overlap": self.overlap,
             "assumed_share": self.assumed_share,
             "timeline": self.timeline.to_dict(),
@@ -298,6 +307,20 @@ class OffloadReport(Report):
             "level": 0.95, "sampled": found.requests, "of": found.of, "hit_rate": rate,
             "step_us": us,
         }  # fmt: skip
+
+    def slo_dict(self) -> dict[str, Any] | None:
+        """Limits in ms, the share of good requests and whether that is enough; None: no limits."""
+        felt, slo = self.latencies, self.latencies.slo
+        if slo is None:
+            return None
+        us = self.totals.end_us
+        return {
+            "limits_ms": {name: limit / 1e3 for name, limit in slo.limits.items()},
+            "attain": self.options.attain,
+            "attained": felt.attained,
+            "holds": None if felt.attained is None else felt.attained >= self.options.attain,
+            "good_requests_per_s": felt.good / us * 1e6 if us else None,
+        }
 
     @property
     def title(self) -> str:
@@ -337,7 +360,8 @@ class OffloadReport(Report):
             (
                 "prefill",
                 (
-                    f"{options.prefill_tokens_per_s:,.0f} tokens/s ({self.prefill_basis})"
+                    f"{options.prefill_tokens_per_s:,.0f} tokens/s"
+                    f" ({self.prefill_basis}){self._beyond_its_prompts()}"
                     if options.prefill_tokens_per_s is not None
                     else self.prefill_basis
                 ),
@@ -378,6 +402,7 @@ class OffloadReport(Report):
                 f"{_number(self.decode_tokens_per_s)} in decode, {_number(self.tokens_per_s)}"
                 f" in all ({totals.end_us / 1e6:,.1f} s of the model)",
             ),
+            *self._felt(),
             *self._sampling(),
             ("overlap", f"{_percent(self.overlap)} of the link's time in decode held nobody up"),
             ("assumed", f"{_percent(self.assumed_share)} of a step rests on assumed figures"),
@@ -394,12 +419,52 @@ class OffloadReport(Report):
         rests = "; ".join(f"{basis}: {', '.join(keys)}" for basis, keys in bases.items())
         return f"{model.note or 'whose is not said'}; {rests}"
 
+    def _beyond_its_prompts(self) -> str:
+        """Whether the default rate of prefill is used for longer prompts than it is of."""
+        admitted = max(1, self.finished_requests + self.aborted_requests)
+        mean = self.counters.prompt_tokens / admitted
+        given = self.options.prefill_tokens_per_s != PREFILL_TOKENS_PER_S
+        if given or mean <= PREFILL_PROMPT_TOKENS:
+            return ""
+        times = mean / PREFILL_PROMPT_TOKENS
+        return f"; extrapolated: these prompts have {mean:,.0f} tokens, {times:.1f} times as many"
+
     def _within(self, figure: str) -> str:
         """The half-width of a figure's interval, for the table."""
         half = getattr(self.interval, figure, None)
         if half is None:
             return ""
         return f" ± {half:.2%}" if figure == "hit_rate" else f" ± {half / 1e3:.3f} ms"
+
+    def _felt(self) -> list[tuple[str, str]]:
+        """Latencies, and whether the limits hold."""
+        felt = self.latencies
+        queued = "queueing in it"
+        if self.options.arrivals == "order":
+            queued = "all requests are there at once, and wait for the whole trace's turn"
+        labels = {
+            "ttft": ("first token", f" ({queued})"),
+            "queue": ("queueing", " of it before admission"),
+            "itl": ("between tokens", ", the prompts computed in between in it"),
+            "tpot": ("a token", " after the first, a request's mean"),
+            "e2e": ("last token", " after arrival"),
+        }
+        found = felt.summaries()
+        rows = []
+        for name, (label, note) in labels.items():
+            one = found[name]
+            if one is not None:
+                rows.append((label, f"{one}{note}"))
+        slo = self.slo_dict()
+        if slo is not None and felt.attained is not None:
+            holds = "the limits hold" if slo["holds"] else "the limits do not hold"
+            rows.append((
+                "SLO",
+                f"{felt.slo}: {felt.attained:.1%} of {felt.finished:,} requests are good, of"
+                f" {self.options.attain:.0%} asked for: {holds};"
+                f" {slo['good_requests_per_s'] or 0:,.3f} good requests/s",
+            ))  # fmt: skip
+        return rows
 
     def _sampling(self) -> list[tuple[str, str]]:
         found = self.interval

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvcore.replay.metrics.latency import Progress
 from kvcore.replay.options import OffloadOptions
 from kvcore.replay.traces.reader import TraceRequest
 
@@ -19,10 +20,13 @@ class Decoding:
 
     admitted: the decode engine has it now.
     age:      steps since it was admitted last.
+    progress: of its output; the replay sets it when the request is admitted first.
     abort_at: tokens at which it is aborted; more than it will have when it is not.
     """
 
-    __slots__ = ("abort_at", "admitted", "age", "draw")
+    __slots__ = ("abort_at", "admitted", "age", "draw", "progress")
+
+    progress: Progress
 
     def __init__(self, request: TraceRequest, options: OffloadOptions) -> None:
         self.age = 0

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from kvcore.errors import fail
+from kvcore.replay.metrics.latency import Slo
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
 from kvcore.runtime.profile import SHIPPED, DeviceProfile
@@ -22,6 +23,8 @@ def fit(model: ModelProfile, options: OffloadOptions) -> tuple[DeviceProfile, in
     do not fit the device.
     """
     options.check_values()
+    if options.slo is not None:
+        Slo.parse(options.slo)
     if not isinstance(model, ModelProfile):
         fail("model", "a ModelProfile", type(model).__name__)
     if not model.topk:

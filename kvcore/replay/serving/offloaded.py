@@ -25,6 +25,7 @@ from kvcore.offload.decode.result import StepResult
 from kvcore.offload.decode.write_policy import make_write_policy
 from kvcore.replay.clock.compute_time import ComputeTime
 from kvcore.replay.clock.step_clock import StepClock
+from kvcore.replay.metrics.latency import Latencies, Progress, Slo
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
 from kvcore.replay.report.offloaded import OffloadReport, OffloadTotals, Timeline
@@ -81,6 +82,7 @@ class Offloaded(Strategy[OffloadReport]):
         self.times = Timings()
         self.totals, self.timeline = OffloadTotals(), Timeline()
         self._decoding: dict[int, Decoding] = {}
+        self.latencies = Latencies(None if options.slo is None else Slo.parse(options.slo))
         self._verify_draw = np.random.default_rng([0x7666, options.seed])
         self._closed = False
 
@@ -166,7 +168,10 @@ class Offloaded(Strategy[OffloadReport]):
         state = self._decoding.get(running.request.index)
         if state is None:
             state = Decoding(running.request, self.options)
-            self._decoding[running.request.index] = state
+            request, now = running.request, self.now_us
+            arrived = request.timestamp_ms * 1e3 if self.options.arrivals == "time" else 0.0
+            state.progress = Progress(request.output_length, arrived, now)
+            self._decoding[request.index] = state
         state.age = 0
 
     def serve(self, step: Step) -> list[int]:
@@ -184,8 +189,20 @@ class Offloaded(Strategy[OffloadReport]):
                 totals.prefill_bytes += nbytes
             self._prefill(step, count, us)
         accepted = self._decode(step) if step.decode else []
+        self._feel(step, accepted)
         self.totals.peak_host_blocks = self._scheduler.pool.peak_used
         return accepted
+
+    def _feel(self, step: Step, accepted: Sequence[int]) -> None:
+        """Note which tokens have come out at the end of the step."""
+        now, felt = self.now_us, self.latencies
+        for running, start, count in step.prefill:
+            if start + count >= running.known:
+                felt.first(self._decoding[running.request.index].progress, now)
+        for running, stand in zip(step.decode, accepted, strict=True):
+            request = running.request
+            written = running.written + stand - request.input_length
+            felt.more(self._decoding[request.index].progress, now, written)
 
     def _decode(self, step: Step) -> list[int]:
         who, options, model = step.decode, self.options, self.model
@@ -246,7 +263,8 @@ class Offloaded(Strategy[OffloadReport]):
 
     def left(self, running: Running, *, finished: bool) -> None:
         """Forget the request."""
-        del self._decoding[running.request.index]
+        state = self._decoding.pop(running.request.index)
+        self.latencies.leave(state.progress, finished=finished)
 
     def close(self) -> None:
         """Give memory and threads back."""
@@ -289,5 +307,6 @@ class Offloaded(Strategy[OffloadReport]):
             totals=self.totals,
             timeline=self.timeline,
             interval=self.interval,
+            latencies=self.latencies,
             elapsed_ns=self.times.elapsed_ns,
         )

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latencies of requests on the model's time line, and the share that meets its limits.
+
+A request's first token comes out at the end of the step that computes the last of its prompt; the
+step that writes an output token computes the next one.  So:
+
+ttft   from the arrival to the first token, queueing in it;
+queue  from the arrival to the first admission;
+tpot   a request's mean over its tokens after the first (requests of two tokens or more);
+e2e    from the arrival to the last token;
+itl    between two moments at which a request's tokens come out.  The prompts of others that are
+       computed in between are in it, and recomputation after a preemption too.
+
+Percentiles of all but itl are exact (numpy's, linear between two requests); itl has one value for
+each token, and is sorted into classes of 0.5%.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.errors import fail, shown
+
+__all__ = ["LIMITS", "Latencies", "Progress", "Slo", "Summary"]
+
+#: What a limit can be of.
+LIMITS = ("ttft", "tpot", "e2e")
+UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
+MOST_US = 1e15
+CLASS = math.log(1.005)
+LOWEST_US = 1e-2
+NUM_CLASSES = int(math.log(MOST_US / LOWEST_US) / CLASS) + 2
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Limits in microseconds by name; a request is good if it meets every one."""
+
+    limits: Mapping[str, float]
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """Limits from ``ttft=2s,tpot=50ms``; a bare number is seconds.
+
+        Raises ParamInvalidError naming what is wrong.
+        """
+        limits: dict[str, float] = {}
+        for part in text.split(","):
+            name, found, value = part.strip().partition("=")
+            if not found or name not in LIMITS or name in limits:
+                some = ", ".join(LIMITS)
+                fail("slo", f"limits like ttft=2s,tpot=50ms, each once, of {some}", shown(part))
+            limits[name] = _microseconds(name, value.strip())
+        return cls(limits)
+
+    def is_met(self, values: Mapping[str, float]) -> bool:
+        """Whether the values meet every limit; one that a request does not have meets its own."""
+        return all(not values[name] > limit for name, limit in self.limits.items())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {us / 1e3:g} ms" for name, us in self.limits.items())
+
+
+def _microseconds(name: str, text: str) -> float:
+    unit = next((unit for unit in ("us", "ms", "s") if text.endswith(unit)), "")
+    try:
+        us = float(text[: len(text) - len(unit)]) * UNITS[unit or "s"]
+    except ValueError:
+        us = math.nan
+    if not 0 < us <= MOST_US:
+        fail("slo", f"{name} as a time above 0, like 2s, 50ms or 0.05", shown(text))
+    return us
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the output of a request is.
+
+    arrived_us, admitted_us, first_us, last_us: when; NaN: not yet.
+    seen_us: when the last of its tokens came out.
+    """
+
+    tokens: int
+    arrived_us: float
+    admitted_us: float
+    first_us: float = math.nan
+    seen_us: float = math.nan
+    last_us: float = math.nan
+
+    def values(self) -> dict[str, float]:
+        """Microseconds by name; NaN for what the request does not have."""
+        after = (self.last_us - self.first_us) / (self.tokens - 1) if self.tokens > 1 else math.nan
+        return {
+            "queue": self.admitted_us - self.arrived_us,
+            "ttft": self.first_us - self.arrived_us,
+            "tpot": after,
+            "e2e": self.last_us - self.arrived_us,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Of so many values: microseconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    def to_dict(self) -> dict[str, float]:
+        """Milliseconds, and the count."""
+        return {
+            "count": self.count,
+            **{name: getattr(self, name) / 1e3 for name in ("mean", "p50", "p90", "p99")},
+        }
+
+    def __str__(self) -> str:
+        parts = (self.mean, self.p50, self.p90, self.p99)
+        mean, p50, p90, p99 = (f"{us / 1e3:,.1f}" for us in parts)
+        return f"mean {mean} ms, p50 {p50}, p90 {p90}, p99 {p99}"
+
+
+class Latencies:
+    """What the requests of a run felt.
+
+    slo: limits, or None.
+    good: finished requests that met them; finished: those with a last token.
+    """
+
+    def __init__(self, slo: Slo | None = None) -> None:
+        self.slo = slo
+        self.good = self.finished = 0
+        self._values: dict[str, list[float]] = {"queue": [], "ttft": [], "tpot": [], "e2e": []}
+        self._gaps = np.zeros(NUM_CLASSES, np.int64)
+        self._gap_sum = 0.0
+
+    def first(self, progress: Progress, now_us: float) -> None:
+        """The prompt of a request is computed: its first token comes out."""
+        if math.isnan(progress.first_us):
+            progress.first_us = progress.seen_us = now_us
+            if progress.tokens == 1:
+                progress.last_us = now_us
+
+    def more(self, progress: Progress, now_us: float, written: int) -> None:
+        """A step has ended that decodes; written: output tokens written so far."""
+        self.first(progress, now_us)
+        if not math.isnan(progress.last_us):
+            return  # (the step that writes the last token computes none)
+        gap = now_us - progress.seen_us
+        if gap > 0:
+            self._gaps[_class_of(gap)] += 1
+            self._gap_sum += gap
+        progress.seen_us = now_us
+        if written + 1 >= progress.tokens:
+            progress.last_us = now_us
+
+    def leave(self, progress: Progress, *, finished: bool) -> None:
+        """A request has left; of one that was aborted the parts that it had count."""
+        values = progress.values()
+        for name, us in values.items():
+            if not math.isnan(us) and (finished or name in ("queue", "ttft")):
+                self._values[name].append(us)
+        if finished:
+            self.finished += 1
+            self.good += self.slo is not None and self.slo.is_met(values)
+
+    @property
+    def attained(self) -> float | None:
+        """Share of the finished requests that are good; None without limits or requests."""
+        if self.slo is None or not self.finished:
+            return None
+        return self.good / self.finished
+
+    def summaries(self) -> dict[str, Summary | None]:
+        """By name; None where no request has the value."""
+        found: dict[str, Summary | None] = {
+            name: _summary(np.array(values)) for name, values in self._values.items()
+        }
+        found["itl"] = self._between()
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Milliseconds by name, of types that JSON has."""
+        return {
+            name: None if one is None else one.to_dict() for name, one in self.summaries().items()
+        }
+
+    def _between(self) -> Summary | None:
+        count = int(self._gaps.sum())
+        if not count:
+            return None
+        ends = np.cumsum(self._gaps)
+        ranks = np.ceil(np.array((0.5, 0.9, 0.99)) * count)
+        p50, p90, p99 = LOWEST_US * np.exp((np.searchsorted(ends, ranks) + 0.5) * CLASS)
+        return Summary(count, self._gap_sum / count, float(p50), float(p90), float(p99))
+
+
+def _class_of(us: float) -> int:
+    return min(NUM_CLASSES - 1, max(0, int(math.log(us / LOWEST_US) / CLASS)))
+
+
+def _summary(values: NDArray[np.float64]) -> Summary | None:
+    if not len(values):
+        return None
+    p50, p90, p99 = (float(x) for x in np.percentile(values, (50, 90, 99)))
+    return Summary(len(values), float(values.mean()), p50, p90, p99)
