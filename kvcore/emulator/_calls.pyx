@@ -286,6 +286,7 @@ cdef class Kernel:
     cdef dict signatures, labels
     cdef str backward
     cdef int given      # the argument that is the one return value, -1
+    cdef bint ready
 
     def __init__(self, str name):
         self.name = name
@@ -294,12 +295,11 @@ cdef class Kernel:
         self.labels = {}
         self.given = -1
 
-    def prepared(self):
-        """All is set: keep what calls look at often."""
-        if self.single and self.returns[0] in self.names:
-            self.given = self.names.index(self.returns[0])
-
     # -- what a subclass does, once for a signature or in rare cases
+
+    def prepare(self):
+        """At the first call: set what is said above."""
+        raise NotImplementedError
 
     def learn(self, args, kwargs):
         """(device or -1, waits, outputs, resized) of a call; refuses what the operator refuses.
@@ -340,10 +340,18 @@ cdef class Kernel:
 
     def __call__(self, *args, **kwargs):
         cdef list flat = []
-        cdef Signature signature = self.signature_of(args, kwargs, flat)
-        cdef Name name = self.label()
-        cdef int now = current_device()
-        cdef int device = signature.device if signature.device >= 0 else now
+        cdef Signature signature
+        cdef Name name
+        cdef int now, device
+        if not self.ready:
+            self.prepare()
+            if self.single and self.returns[0] in self.names:
+                self.given = self.names.index(self.returns[0])
+            self.ready = True
+        signature = self.signature_of(args, kwargs, flat)
+        name = self.label()
+        now = current_device()
+        device = signature.device if signature.device >= 0 else now
         if signature.device < 0:
             asked = kwargs.get("device")
             if asked is not None:

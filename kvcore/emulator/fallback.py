@@ -43,8 +43,8 @@ _format_of: Callable[[Any], int] = torch.ops.npu.get_npu_format
 
 #: Keeps the registrations: they end with the object.
 _libraries: list[Any] = []
-#: By overload, as the dispatcher has them.
-kernels: dict[Any, Kernel] = {}
+#: By the operator's full name, such as aten::add.Tensor, as the dispatcher has them.
+kernels: dict[str, Kernel] = {}
 _views: Views
 
 
@@ -71,25 +71,14 @@ def install() -> None:
         machine.load().address("kvdouble_num_formats"),
     )
     aten = torch.library.Library("aten", "IMPL")
-    for name, overload in operators.overloads():
-        kernel: Any = _refusal(name)
-        if operators.has_kernel(name):
-            kernel = kernels[overload] = Kernel(overload)
+    for name in operators.names():
+        kernel = kernels[f"aten::{name}"] = Kernel("aten", name)
         aten.impl(name, kernel, "PrivateUse1")
     own = torch.library.Library("npu", "IMPL")
     for name, overload, special in references():
-        kernels[overload] = Kernel(overload, special)
-        own.impl(name, kernels[overload], "PrivateUse1")
+        kernel = kernels[f"npu::{name}"] = Kernel("npu", name, overload, special)
+        own.impl(name, kernel, "PrivateUse1")
     _libraries.extend((aten, own))
-
-
-def _refusal(name: str) -> Callable[..., Any]:
-    """For an operator of torch's that only other devices have."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"aten::{name}: torch has no kernel that the emulated machine can run")
-
-    return refuse
 
 
 def pass_on() -> None:
@@ -100,9 +89,28 @@ def pass_on() -> None:
 class Kernel(_calls.Kernel):
     """The kernel of one overload for the emulated device: what it does once, or rarely."""
 
-    def __init__(self, overload: Any, special: operators.Special | None = None) -> None:
-        super().__init__(str(overload))
+    def __init__(
+        self,
+        space: str,
+        name: str,
+        overload: Any = None,
+        special: operators.Special | None = None,
+    ) -> None:
+        packet, _, last = name.partition(".")
+        super().__init__(f"{space}.{packet}.{last or 'default'}")
+        self.short = name
         self.overload = overload
+        self.special = special
+
+    def prepare(self) -> None:
+        """At the first call: most operators are never called, and each has much to be asked for."""
+        if self.overload is None:
+            if not operators.has_kernel(self.short):  # only other devices have it
+                raise RuntimeError(
+                    f"aten::{self.short}: torch has no kernel that the emulated machine can run"
+                )
+            self.overload = operators.overload_of(self.short)
+        overload = self.overload
         schema = operators.schema_of(overload)
         self.names = [argument.name for argument in schema.arguments]
         self.written = {
@@ -113,7 +121,7 @@ class Kernel(_calls.Kernel):
         self.out_names = [
             a.name for a in schema.arguments if a.kwarg_only and a.name in self.written
         ]
-        self.special = special or operators.SPECIAL.get(self.name)
+        self.special = self.special or operators.SPECIAL.get(self.name)
         if self.special:
             self.written.update(self.special.writes)
         told = self.special.returns if self.special else None
@@ -130,7 +138,6 @@ class Kernel(_calls.Kernel):
         self.used = self.special.used if self.special else touched.indexed(self.name, self.names)
         run = self.special.run if self.special else self.seeded or overload
         self.run = getattr(run, "_op", run)  # without OpOverload's own frame of Python
-        self.prepared()
 
     def _source(self, ret: Any) -> str | None:
         """The argument that a return value is, None if it is new."""

@@ -55,7 +55,7 @@ class Call:
         packet = schema.name.rpartition("::")[2]
         self.name = str(func)
         self.backward = f"backward of {self.name}"
-        self.kernel = fallback.kernels.get(func)
+        self.kernel = fallback.kernels.get(func.name())
         self.copies = packet in _COPIES
         self.fresh = packet in _FRESH
         self.makes = any(ret.alias_info is None for ret in schema.returns)

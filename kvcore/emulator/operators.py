@@ -11,6 +11,7 @@ from torch._C import (
     _dispatch_get_all_op_names,
     _dispatch_get_registrations_for_dispatch_key,
     _dispatch_has_kernel_for_dispatch_key,
+    _get_schema,
 )
 
 from kvcore.emulator.touched import Used
@@ -23,6 +24,8 @@ __all__ = [
     "depends_on_data",
     "has_kernel",
     "is_random",
+    "names",
+    "overload_of",
     "overloads",
     "schema_of",
     "takes_host_indices",
@@ -59,7 +62,7 @@ def schema_of(overload: Any) -> Any:
     return overload._schema  # noqa: SLF001  (torch has no public name for it)
 
 
-def _names() -> Iterator[str]:
+def _registered() -> Iterator[str]:
     """Overloads with a kernel for CPUs, or that torch_npu has registered for its device."""
     registered = set(_dispatch_get_registrations_for_dispatch_key("PrivateUse1"))
     registered |= set(_dispatch_get_registrations_for_dispatch_key("CPU"))
@@ -68,17 +71,18 @@ def _names() -> Iterator[str]:
             yield name[len("aten::") :]
 
 
-def _find(name: str) -> Any:
+def overload_of(name: str) -> Any:
+    """The overload; made when it is asked for, which takes longer than to know its schema."""
     packet, _, overload = name.partition(".")
-    found = getattr(torch.ops.aten, packet, None)
-    return None if found is None else getattr(found, overload or "default", None)
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _defined(name: str) -> Any:
-    """The overload, None for a name that has kernels and that nobody has defined."""
+def _schema_named(name: str) -> Any:
+    """The schema of an overload, None for a name that has kernels and that nobody has defined."""
+    packet, _, overload = name.partition(".")
     try:
-        return _find(name)
-    except (AttributeError, RuntimeError):
+        return _get_schema(f"aten::{packet}", overload)
+    except RuntimeError:
         return None
 
 
@@ -87,19 +91,25 @@ def _is_view(schema: Any) -> bool:
     return any(ret.alias_info and not ret.alias_info.is_write for ret in schema.returns)
 
 
+def _is_of_memory(name: str, schema: Any) -> bool:
+    """Whether it takes a storage or a stream; torch names such overloads after it."""
+    if "storage" not in name.lower() and "stream" not in name:
+        return False
+    return any("Storage" in str(a.type) or "Stream" in str(a.type) for a in schema.arguments)
+
+
+def names() -> Iterator[str]:
+    """Every operator that gets a kernel."""
+    for name in _registered():
+        schema = None if name in OWN else _schema_named(name)
+        if schema is not None and not _is_view(schema) and not _is_of_memory(name, schema):
+            yield name
+
+
 def overloads() -> Iterator[tuple[str, Any]]:
-    """(name, overload) of every operator that gets a kernel."""
-    for name in _names():
-        if name in OWN:
-            continue
-        found = _defined(name)
-        if found is None or _is_view(schema_of(found)):
-            continue
-        if any(
-            "Storage" in str(a.type) or "Stream" in str(a.type) for a in schema_of(found).arguments
-        ):
-            continue
-        yield name, found
+    """(name, overload) of each."""
+    for name in names():
+        yield name, overload_of(name)
 
 
 def _short(overload: Any) -> str:
@@ -117,7 +127,7 @@ def has_kernel(name: str) -> bool:
     """Whether something can run on CPU tensors in the operator's place."""
     has = _dispatch_has_kernel_for_dispatch_key
     return any(has(f"aten::{name}", key) for key in ("CPU", *_COMPOSED)) or (
-        str(_find(name)) in SPECIAL
+        str(overload_of(name)) in SPECIAL
     )
 
 
@@ -134,7 +144,7 @@ def behaviours() -> dict[str, str]:
     found = {}
     for full in _dispatch_get_all_op_names():
         name = full.removeprefix("aten::")
-        if name == full or _defined(name) is None:
+        if name == full or _schema_named(name) is None:
             continue
         if name in ours:
             waits = depends_on_data(ours[name]) and not waits_for_masks(ours[name])

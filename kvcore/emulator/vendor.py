@@ -94,7 +94,7 @@ _ROWS = Special(
 
 @functools.cache
 def _rows_kernel() -> Kernel:
-    return Kernel(getattr(torch.ops.atb, _SISO).default, _ROWS)
+    return Kernel("atb", _SISO, getattr(torch.ops.atb, _SISO).default, _ROWS)
 
 
 def _reshape_and_cache_siso(key: Any, key_cache: Any, slot_indices: Any) -> None:
