@@ -5,10 +5,12 @@ from typing import Any, Self, TypeAlias, final
 
 from typing_extensions import disjoint_base
 
-from kvcore.runtime.watching._watch import Record, Watch
+from kvcore.runtime.watching._watch import Accessor, Watch
 
 _Place: TypeAlias = tuple[str, int]
-_Race: TypeAlias = Callable[[Record, bool, Record, bool, str, Sequence[tuple[int, int]], Any], None]
+_Race: TypeAlias = Callable[
+    [Accessor, bool, Accessor, bool, str, Sequence[tuple[int, int]], Any], None
+]
 _Pairs: TypeAlias = array[int]
 
 @final

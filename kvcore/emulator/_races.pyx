@@ -15,7 +15,7 @@ from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
 from kvcore.runtime.watching._order cimport Note
-from kvcore.runtime.watching._watch cimport Record, Watch
+from kvcore.runtime.watching._watch cimport Accessor, Watch
 
 import array
 import threading
@@ -120,7 +120,7 @@ cdef class Found(Watch):
             self.race(self.records[number][0], flag == FOUND_WRITE, record, write, argument, shared,
                       self.report)
 
-    cdef int touch(self, Item item, Note note, Record record, str argument) except -1:
+    cdef int touch(self, Item item, Note note, Accessor record, str argument) except -1:
         if item.reads is not None and len(item.reads):
             self.access(pairs(item.reads), False, note.lane, note.count, note.host, note.vector,
                         record, argument, None)
@@ -134,7 +134,7 @@ cdef class Found(Watch):
         cdef uint64_t number = item.number
         self.launched(lane, note, number)
         del self.in_flight[number]
-        return self.touch(item, note, Record(item.name, stream, item.line, number), "")
+        return self.touch(item, note, Accessor(item.name, stream, item.line, number), "")
 
 
 cdef const int64_t[:, :] pairs(array.array numbers):
@@ -486,7 +486,7 @@ cdef class Races(Found):
         if not self.check_order:
             return 0
         self.host_count += 1
-        cdef Record record = Record(item.name, "the host", item.line, INFINITY)
+        cdef Accessor record = Accessor(item.name, "the host", item.line, INFINITY)
         if item.reads is not None:
             self.access(pairs(item.reads), False, 0, self.host_count, self.host_count,
                         self.host_vector, record, argument, None)

@@ -24,7 +24,7 @@ from kvcore.emulator import _lines, machine
 from kvcore.emulator._races import Races
 from kvcore.emulator.environment import STATUS, Settings
 from kvcore.emulator.reports import Report, at, collector
-from kvcore.runtime.watching._watch import Record
+from kvcore.runtime.watching._watch import Accessor
 
 __all__ = ["Races", "begin", "races", "settle", "watch"]
 
@@ -117,9 +117,9 @@ def settled() -> list[Report]:
 
 
 def _race(
-    one: Record,
+    one: Accessor,
     one_writes: bool,
-    two: Record,
+    two: Accessor,
     two_writes: bool,
     argument: str,
     shared: Sequence[tuple[int, int]],
@@ -145,14 +145,14 @@ def _race(
     )
 
 
-def _line(record: Record) -> Place:
+def _line(record: Accessor) -> Place:
     return _lines.place(record.site) if record.site else ITSELF
 
 
 def _freed(
-    one: Record,
+    one: Accessor,
     one_writes: bool,
-    two: Record,
+    two: Accessor,
     two_writes: bool,
     argument: str,
     shared: Sequence[tuple[int, int]],

@@ -304,6 +304,24 @@ def test_compiled_modules_of_one_folder_import_each_other_in_no_circle() -> None
         needs = {name: others for name, others in needs.items() if name not in free}
 
 
+def classes_of(path: Path) -> list[str]:
+    if path.suffix == ".pyx":
+        return re.findall(r"^(?:cdef )?class (\w+)", path.read_text(), re.MULTILINE)
+    return [one.name for one in ast.parse(path.read_text()).body if isinstance(one, ast.ClassDef)]
+
+
+def test_a_class_of_the_runtime_and_what_stands_on_it_is_known_by_its_name() -> None:
+    """A Record is one thing, in whatever room of these a reader meets it."""
+    places: dict[str, list[str]] = {}
+    for room in ("runtime", "npu", "offload"):
+        for path in files(".py", ".pyx", below=room):
+            for name in classes_of(path):
+                places.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
+    assert places["Driver"] == ["runtime/abc.py"]
+    assert places["Queue"] == ["runtime/queues/_queue.pyx"]
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 #: Functions of more parameters than a reader holds in mind; the operators have the vendor's.
 MANY_PARAMETERS = {
     "scatter_pa_kv_cache",

@@ -10,7 +10,7 @@ from kvcore.runtime.watching._vectors cimport Vector
 
 
 @cython.final
-cdef class Record:
+cdef class Accessor:
     cdef readonly str name
     cdef readonly str stream
     cdef readonly object site
@@ -25,9 +25,9 @@ cdef class Watch(Order):
     cdef readonly dict kept
     cdef public int64_t next_sweep
 
-    cdef int enter(self, object access, bint write, Note note, Record record) except -1
+    cdef int enter(self, object access, bint write, Note note, Accessor record) except -1
     cdef int access(self, const int64_t[:, :] ranges, bint write, int lane, int64_t count,
-                    int64_t host, Vector vector, Record record, object argument,
+                    int64_t host, Vector vector, Accessor record, object argument,
                     object owner) except -1
     cdef int hold(self, object owner) except -1
     cdef int clear_gone(self) except -1

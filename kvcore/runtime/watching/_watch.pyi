@@ -14,7 +14,7 @@ from kvcore.runtime.watching._shadow import Shadow
 
 @final
 @disjoint_base
-class Record:
+class Accessor:
     name: str
     stream: str
     site: Any
@@ -24,7 +24,7 @@ class Record:
 @disjoint_base
 class Watch(Order):
     shadow: Shadow
-    records: list[tuple[Record, str]]
+    records: list[tuple[Accessor, str]]
     gone: deque[tuple[int, int, int]]
     roots: dict[int, Callable[[], object]]
     kept: dict[int, object]
@@ -32,7 +32,7 @@ class Watch(Order):
     def found(
         self,
         hits: Sequence[tuple[int, int, int, int]],
-        record: Record,
+        record: Accessor,
         argument: str,
         write: bool,
         owner: object,

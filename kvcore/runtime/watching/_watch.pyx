@@ -29,7 +29,7 @@ cdef int64_t FIRST_SWEEP = 1 << 16
 
 @cython.final
 @cython.freelist(64)
-cdef class Record:
+cdef class Accessor:
     """What a report needs to know of one access; number is infinite for the host's."""
 
     def __cinit__(self, str name, str stream, site, double number):
@@ -42,7 +42,7 @@ cdef class Record:
 cdef class Watch(Order):
     """The order of one device and the shadow of its memory.
 
-    records: (Record, argument) by the shadow's number.
+    records: (Accessor, argument) by the shadow's number.
     gone:    memory that has gone back, as (id, start, end): finalisers only append here.
     roots:   weak references to the arrays that own the memory met so far, by id.
     kept:    owners that are not numpy's, kept alive until the host has waited for everything.
@@ -71,7 +71,7 @@ cdef class Watch(Order):
     cpdef ran(self, Line line, Op op):
         """An operation has run: enter what it touched."""
         cdef Note note = op.note
-        cdef Record record
+        cdef Accessor record
         self.in_flight.pop(op.number, None)
         if note.late:
             self.fold(note)
@@ -79,7 +79,7 @@ cdef class Watch(Order):
         if touched is None:
             return
         reads, writes = touched
-        record = Record(op.name, line.name, note.site, <double>op.number)
+        record = Accessor(op.name, line.name, note.site, <double>op.number)
         for access in reads:
             self.enter(access, False, note, record)
         for access in writes:
@@ -89,7 +89,7 @@ cdef class Watch(Order):
         """An operation will not run, or failed and (plans being atomic) wrote nothing."""
         self.in_flight.pop(op.number, None)
 
-    cdef int enter(self, object access, bint write, Note note, Record record) except -1:
+    cdef int enter(self, object access, bint write, Note note, Accessor record) except -1:
         cdef const int64_t[:, :] ranges = access.ranges
         if ranges.shape[0] == 0:
             return 0
@@ -103,7 +103,7 @@ cdef class Watch(Order):
         self.host_count += 1
         self.hold(owner)
         self.access(ranges, write, 0, self.host_count, self.host_count, self.host_vector,
-                    Record(name, "the host", site, INFINITY), "the buffer", owner)
+                    Accessor(name, "the host", site, INFINITY), "the buffer", owner)
 
     def function_access(self, Line line, Op op, owner, const int64_t[:, :] ranges, bint write):
         """A host function or a plan looks at memory while it runs: an access of its stream."""
@@ -112,10 +112,10 @@ cdef class Watch(Order):
             self.fold(note)
         self.hold(owner)
         self.access(ranges, write, note.lane, note.count, note.host, note.vector,
-                    Record(op.name, line.name, note.site, <double>op.number), "the buffer", owner)
+                    Accessor(op.name, line.name, note.site, <double>op.number), "the buffer", owner)
 
     cdef int access(self, const int64_t[:, :] ranges, bint write, int lane, int64_t count,
-                    int64_t host, Vector vector, Record record, object argument,
+                    int64_t host, Vector vector, Accessor record, object argument,
                     object owner) except -1:
         cdef list hits
         if self.gone:

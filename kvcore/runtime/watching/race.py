@@ -16,7 +16,7 @@ from kvcore.runtime._storage import BufferCore
 from kvcore.runtime.arguments import host_memory
 from kvcore.runtime.memory import Buffer
 from kvcore.runtime.watching._shadow import HIT_WRITE
-from kvcore.runtime.watching._watch import Record, Watch
+from kvcore.runtime.watching._watch import Accessor, Watch
 
 if TYPE_CHECKING:
     from kvcore.runtime._storage import Storage
@@ -195,7 +195,7 @@ class RaceCheck(Watch):
     def found(
         self,
         hits: Sequence[tuple[int, int, int, int]],
-        record: Record,
+        record: Accessor,
         argument: str,
         write: bool,
         owner: object,
@@ -316,7 +316,7 @@ class RaceCheck(Watch):
             self._summed[op.number] = note
 
 
-def _party(record: Record, argument: str, writes: bool) -> Party:
+def _party(record: Accessor, argument: str, writes: bool) -> Party:
     return Party(record.name, record.stream, *_place(record.site), argument, writes)
 
 
