@@ -92,7 +92,7 @@ class Device:
 
     @property
     def driver(self) -> Driver:
-        """What does the work; ``kvcore.runtime.abc`` says what it owes."""
+        """The driver that does the device's work, a ``kvcore.runtime.abc.Driver``."""
         return self._core.driver
 
     @property
@@ -103,7 +103,7 @@ class Device:
     # -- streams, events, graphs
 
     def stream(self, name: str | None = None) -> Stream:
-        """A new stream; a name that is taken gets a number behind it."""
+        """Make a stream; a name that is taken gets a number behind it."""
         self._core.check()
         return self._streams.new("stream" if name is None else str(name))
 
@@ -132,12 +132,12 @@ class Device:
         return use_stream(stream)
 
     def event(self, *, blocking: bool = False, enable_timing: bool = True) -> Event:
-        """A new event, not recorded."""
+        """Make an event that is not recorded yet."""
         self._core.check()
         return Event(self._core, self, blocking=blocking, enable_timing=enable_timing)
 
     def external_event(self) -> ExternalEvent:
-        """A new event that streams may wait for before it is recorded."""
+        """Make an event that streams may wait for before it is recorded."""
         self._core.check()
         return ExternalEvent(self._core, self)
 
@@ -162,7 +162,7 @@ class Device:
         align: int = DEFAULT_ALIGNMENT,
         name: str | None = None,
     ) -> Buffer:
-        """Device memory, contents undefined.
+        """Allocate device memory; its contents are undefined.
 
         shape: whole numbers >= 0.  dtype: a type's name ("bfloat16").  align: bytes, a power of
         two up to 2 MiB.  name: what reports of races call the buffer and its views.  Raises
@@ -179,7 +179,10 @@ class Device:
         align: int = DEFAULT_ALIGNMENT,
         name: str | None = None,
     ) -> Buffer:
-        """Pinned host memory: for copies, which then run side by side with everything."""
+        """Allocate pinned host memory, whose copies run side by side with everything.
+
+        Arguments and errors are those of ``empty``.
+        """
         return self._allocate(shape, dtype, "host", align, name)
 
     def empty_swapped(
@@ -190,7 +193,10 @@ class Device:
         align: int = 4096,
         name: str | None = None,
     ) -> Buffer:
-        """Host memory that kernels on the device use in place, over the link."""
+        """Allocate host memory that kernels on the device use in place, over the link.
+
+        Arguments and errors are those of ``empty``.
+        """
         return self._allocate(shape, dtype, "swapped", align, name)
 
     def _allocate(
@@ -201,7 +207,7 @@ class Device:
         return allocate(self._core, self, shape, dtype, space, align, name)
 
     def memory(self, space: str = "device") -> MemoryInfo:
-        """Bytes used, the peak and the capacity of a space."""
+        """Bytes of a space ("device", "host", "swapped"): used, the peak, the capacity."""
         one_of("space", space, SPACES)
         self._core.check_process()
         return self._core.memory(space)
@@ -220,7 +226,7 @@ class Device:
 
     @property
     def busy(self) -> dict[str, float]:
-        """Model clock: microseconds each resource has served so far."""
+        """Microseconds that each resource has served so far; empty without the model clock."""
         self._core.check_process()
         clock = self._core.clock
         return {} if clock is None else dict(zip(RESOURCES, clock.busy, strict=True))
@@ -243,7 +249,7 @@ class Device:
 
     @property
     def race_remarks(self) -> tuple[tuple[str, str, int], ...]:
-        """Legal and probably not meant, as (sentence, file, line)."""
+        """Remarks on what is legal and probably not meant, each as (sentence, file, line)."""
         self._core.check_process()
         race = self._core.race
         return () if race is None else tuple(race.remarks)

@@ -40,7 +40,7 @@ class Event(EventCore):
 
     @property
     def recorded(self) -> bool:
-        """True once it was recorded."""
+        """True once the event was recorded."""
         return self.mark is not None
 
     def record(self, stream: Stream | None = None) -> None:

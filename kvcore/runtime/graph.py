@@ -78,7 +78,7 @@ class CaptureState:
         self.steps.append(Launch(branch, kind, target, args, us, call_site()))
 
     def record(self, queue: Queue) -> Mark:
-        """Record an event's record: a mark of this graph."""
+        """Add the record of an event to the capture; returns a mark of the capture."""
         branch = self.queues.index(queue)
         mark = Mark()
         mark.graph = self
@@ -89,7 +89,7 @@ class CaptureState:
         return mark
 
     def wait(self, queue: Queue, mark: Mark) -> None:
-        """Record a wait; a stream that is not part of the capture joins it."""
+        """Add a wait to the capture, which a stream that was not part of it joins."""
         if queue not in self.queues:
             self.queues.append(queue)
             self._reached.append({})
@@ -103,7 +103,7 @@ class CaptureState:
         self.steps.append(Wait(branch, mark.note))
 
     def external(self, queue: Queue, event: Round, verb: str) -> None:
-        """Record what is done with an external event: a node of the graph like any other."""
+        """Add a verb of an external event to the capture, a node of the graph like any other."""
         if queue.lane is not None:
             queue.lane.check_external(verb)
         branch = self.queues.index(queue)
@@ -111,8 +111,9 @@ class CaptureState:
         self.steps.append(External(branch, verb, event))
 
     def end(self, *, whole: bool) -> None:
-        """Give the streams back; CaptureError when nothing can be replayed, as with a fork that
-        was not joined.
+        """Give the streams back.
+
+        Raises CaptureError when nothing can be replayed, as with a fork that was not joined.
         """
         for queue in self.queues:
             queue.capture = None

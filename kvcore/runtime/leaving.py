@@ -79,7 +79,7 @@ class Life:
     # -- parts of the end
 
     def _break_promises(self, *, fail: bool) -> None:
-        """Nobody can record an external event any more: let no stream wait for one."""
+        """Settle the external events that cannot be recorded any more: no stream waits for them."""
         core = self._core
         with core.lock:
             marks = core.promises.take()
@@ -89,7 +89,7 @@ class Life:
             )
 
     def drop(self) -> None:
-        """Nothing begins any more that has not begun; what waits for it is dropped."""
+        """Drop what has not begun, and what waits for it."""
         # All at once, and only then what may wake a stream that waits.
         gone = [(queue, queue.detach()) for queue in list(self._core.queues)]
         for queue, operations in gone:
@@ -98,7 +98,7 @@ class Life:
         self._core.executor.wake_one()
 
     def marks(self) -> list[Mark]:
-        """A mark behind everything, for each stream."""
+        """Place a mark behind everything on each stream; returns the marks."""
         return [queue.mark() for queue in list(self._core.queues)]
 
     def _close(self) -> None:
@@ -123,7 +123,7 @@ class Life:
         core.waiting.close()
 
     def _end_in_background(self, marks: Sequence[Mark] = ()) -> None:
-        """`_end` on a thread of its own; on this one when the system gives none."""
+        """Do what `_end` does on a thread of its own; on this one when the system gives none."""
         if self._core.closed or self._closer is not None:
             return
         closer = threading.Thread(

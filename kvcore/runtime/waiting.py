@@ -83,12 +83,12 @@ class Waiting:
         return len(self._bells)
 
     def close(self) -> None:
-        """The device is left: give every bell's sockets back once no task waits with it."""
+        """Give every bell's sockets back, once no task waits with it."""
         for bell in list(self._bells):
             bell.close()
 
     def abandon(self) -> None:
-        """In a forked child: the tasks that waited are not here."""
+        """Forget the tasks that waited, which a forked child does not have."""
         for bell in list(self._bells):
             bell.abandon()
         self._bells.clear()
