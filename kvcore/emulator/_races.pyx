@@ -69,6 +69,7 @@ ctypedef uint64_t (*task_function)() noexcept nogil
 
 
 @cython.final
+@cython.no_gc  # it holds numbers and texts, and many wait at once
 @cython.freelist(512)
 cdef class Item:
     """One entry on its way: what it touches, and whether that is known yet."""

@@ -116,3 +116,37 @@ def test_the_environment_says_nothing_and_nothing_starts(program: Program) -> No
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )
     assert done.stdout == "None\n"
+
+
+@needs_wheel
+def test_the_first_operators_import_no_compiler(program: Program) -> None:
+    """Those to which zeros are wrong are asked of their meta kernels, and give what they must."""
+    done = program(
+        """
+import sys
+import kvcore.emulator
+kvcore.emulator.start(memory=1 << 28)
+import torch
+x = torch.arange(1, 7).npu()
+y = (x + 1).sum() * torch.eye(2).npu().mm(torch.ones(2, 3).npu())
+assert y.cpu().tolist() == [[27.0] * 3] * 2
+assert "torch._dynamo" not in sys.modules
+state = torch.get_rng_state()
+assert (x // x).cpu().tolist() == [1] * 6
+positive = torch.tensor([[4.0, 0.0], [0.0, 9.0]])
+assert torch.linalg.cholesky(positive.npu()).cpu().tolist() == [[2.0, 0.0], [0.0, 3.0]]
+out = torch.empty(0, device="npu")
+assert torch.index_select(positive.npu(), 1, torch.tensor([1]).npu(), out=out) is out
+assert out.cpu().tolist() == [[0.0], [9.0]]
+torch.rand(3, device="npu")
+assert torch.equal(torch.get_rng_state(), state)
+try:
+    torch.ones(3).npu() + torch.ones(4).npu()
+except RuntimeError as error:
+    assert "broadcast" in str(error) or "size of tensor" in str(error), error
+else:
+    raise AssertionError("shapes that do not fit")
+print("well")
+"""
+    )
+    assert done.stdout.strip() == "well", done.stderr
