@@ -81,7 +81,7 @@ def release(stream: int | None, device_id: int) -> None:
 
 
 class Form:
-    """What calls of one Spec amount to on this machine: checked once, held by the Spec.
+    """All that calls of one Spec have in common on this machine, checked once, held by the Spec.
 
     described: the arguments without their arrays; spare: values that no run uses just now.
     """
@@ -107,7 +107,7 @@ class Form:
 
 
 def prepare(plan: Plan) -> PreparedCall:
-    """What plan.run() calls; raises for what this machine cannot be given."""
+    """Make what plan.run() calls; raises for what this machine cannot be given."""
     cann = library.current()
     form = plan.spec.form
     known = form is not None and form.cann is cann
@@ -147,7 +147,7 @@ class PreparedCall:
         self._owner = form.owner(first)
 
     def __call__(self) -> Any:
-        """Queue it; returns what the operator returns, which the device fills in later."""
+        """Queue the call; returns what the operator returns, which the device fills in later."""
         cann, call = self._cann, self._call
         stream, keep = self._where()
         values = self._form.take_values()
@@ -183,7 +183,7 @@ class PreparedCall:
         return call.returned() if answer is None else result
 
     def check_values(self) -> None:
-        """Raise what the values are refused for, whatever check= says, and queue nothing.
+        """Check the values, whatever check= says, and queue nothing.
 
         Waits for the stream where values are on the device.
         """
@@ -251,7 +251,7 @@ class PreparedCall:
     def _check(
         self, values: Values, placed: list[Argument | None], stream: int, whole: bool = False
     ) -> None:
-        """Check the values that can be seen; whole: all of them, wherever they are."""
+        """Check the values that are on the host; whole: those on the device as well."""
         wanted = self._call.host_values
         if not values.copies:
             return

@@ -115,7 +115,7 @@ class Pool:
         return grown.address
 
     def retire(self, blocks: Sequence[DeviceMemory | _HeldArray]) -> None:
-        """Free these once what is on the stream now has passed."""
+        """Free these blocks once all that is on the stream now has passed."""
         if not blocks:
             return
         cann, event = self.cann, ctypes.c_void_p()
@@ -136,8 +136,10 @@ class Pool:
         self._retired.append((event.value or 0, blocks))
 
     def collect(self) -> None:
-        """Free what was retired and is not used any more. Raises nothing: what cannot be freed is
-        no fault of the call that happens to be at hand."""
+        """Free what was retired and is not used any more.
+
+        Raises nothing: what cannot be freed is no fault of the call that happens to come next.
+        """
         # Where one has not passed, nor have those behind it: a stream has one order.
         while self._retired and self._has_passed(self._retired[0][0]):
             event, blocks = self._retired.popleft()
@@ -145,7 +147,7 @@ class Pool:
                 self._free(event, blocks)
 
     def collect_backlog(self) -> None:
-        """Collect where much waits to be freed."""
+        """Free what was retired, when much of it waits."""
         if len(self._retired) > BACKLOG:
             self.collect()
 
@@ -176,7 +178,7 @@ _pools_lock = threading.Lock()
 
 
 def pool_of(cann: Cann, device_id: int, stream: int) -> Pool:
-    """The pool of a stream."""
+    """The pool of a stream, made when it is first asked for."""
     key = (id(cann), device_id, stream)
     with _pools_lock:
         found = _pools.get(key)
@@ -210,7 +212,7 @@ def release(cann: Cann, device_id: int, stream: int | None) -> None:
 
 
 def _all(calls: Iterable[Callable[[], None]]) -> None:
-    """Make every call, whatever the others raise; the first error."""
+    """Make every call, whatever the others raise; then raise the first error."""
     failed = None
     for call in calls:
         try:
@@ -274,7 +276,7 @@ class Room:
         return self.new(nbytes) if self.pool is None else self.pool.take(purpose, nbytes)
 
     def put(self, array: NDArray[Any]) -> int:
-        """Host values on the device, in memory of their own; contiguous."""
+        """Queue an upload of host values; returns the device's address of them, contiguous."""
         dense = np.ascontiguousarray(array)
         address = self.new(dense.nbytes)
         if dense.nbytes:

@@ -18,12 +18,13 @@ A failure of the hardware shows at a synchronisation.  Then the stream has faile
 would have: what was in flight counts as not done, events behind it fail, streams that waited for
 those fail too, and each reports it to its host once.  The handle is given up and a new one is made
 when the stream is used again.  Streams stop on failure (aclrtSetStreamFailureMode), so an event
-behind a fault may never come: everybody who waits looks now and then whether the stream has failed.
+behind a fault may never come: all that wait ask now and then whether the stream has failed.
 
     device    AclDriver: opening, memory, closing       lane      AclLane: handing over, failing
     flight    what the hardware has, and how it ends    work      operations on their way to it
     records   marks that the hardware reaches, events   transfers copies and fills
-    hostcalls host functions                            memory    device, pinned, swapped memory
+    hostcalls host functions                            heap      device, pinned, swapped memory
+    buffers   how such memory is shown and kept
     watch     rings, and failures with no waiter        graph     capture through aclmdlRI
     parts     what all of these need of each other      handles, turns
 """

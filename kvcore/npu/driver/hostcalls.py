@@ -27,7 +27,7 @@ __all__ = ["Action", "HostCall", "launch"]
 
 
 class Action:
-    """A function on its way to a thread of the driver; who launches it keeps this until it ran.
+    """A function on its way to a thread of the driver; its launcher keeps this until it has run.
 
     When no thread does, because its stream was given up, it will not run.
     """
@@ -87,7 +87,7 @@ class HostCall:
         self.done = promise(lane.queue)
 
     def run(self) -> None:
-        """Hand over; called by a worker when the stream's queue comes to it."""
+        """Hand the function over; called by a worker when the stream's queue comes to it."""
         lane = self._lane
         driver = lane.npu
         calling = lane.queue.executor.calling()
@@ -119,7 +119,7 @@ class HostCall:
         settle(executor, self.done, failure)
 
     def abandon(self, failure: Failure) -> None:
-        """The stream has failed before it came to this."""
+        """Settle the call as failed: its stream has failed before it came to this."""
         self._action = None
         self._lane.npu.held.discard(self._lane)
         settle(self._lane.queue.executor, self.done, failure)

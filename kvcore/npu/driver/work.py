@@ -24,7 +24,7 @@ __all__ = ["Handover", "Moves", "Work", "name_of", "owners_of", "work_of"]
 
 
 class Handover:
-    """What hands itself over when a worker runs it, and is queued as it is."""
+    """An operation that hands itself over when a worker runs it, and is queued as it is."""
 
     __slots__ = ()
 
@@ -45,11 +45,11 @@ class Work(Handover):
         return getattr(self._plan, attribute)  # reads, writes, touched, arrays, ...
 
     def run(self) -> None:
-        """Hand over; called by a worker when the queue comes to it."""
+        """Hand the operation over; called by a worker when the queue comes to it."""
         lane = self._lane
         with lane.npu.bind(), lane.flight.using(self._losses) as handle:
             if not handle:
-                return  # behind a failure that the queue has not heard of yet
+                return  # behind a failure that the queue does not have yet
             try:
                 self.hand_over(handle, lane.flight.took)
             except KVCoreError as error:
@@ -96,7 +96,7 @@ def work_of(lane: OnHardware, plan: Any) -> Work | None:
 
 
 def owners_of(plan: Any) -> Iterable[object] | None:
-    """What the arrays of a plan belong to; None of a plan without any, which runs on the host."""
+    """The owners of a plan's arrays; None for a plan without any, which runs on the host."""
     if not (hasattr(plan, "reads") and hasattr(plan, "writes")):
         return None
     arrays = getattr(plan, "arrays", None)
@@ -106,7 +106,7 @@ def owners_of(plan: Any) -> Iterable[object] | None:
 
 
 def name_of(plan: object, attribute: str = "name") -> str:
-    """What an operation is called in messages; the program's own classes may answer anything."""
+    """The name of an operation in messages, whatever the program's own classes answer."""
     if isinstance(plan, Transfer):
         plan = plan.plan
     for path in ((), ("operator",)):
