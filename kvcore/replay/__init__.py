@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvcore.replay.report.resident import ReplayReport
     from kvcore.replay.serving.caches import LAYOUTS, PagedCaches
     from kvcore.replay.serving.in_full import OffloadedInFull
+    from kvcore.replay.serving.on_device import OnDevice
     from kvcore.replay.serving.replay import OffloadReplay, Replay
     from kvcore.replay.serving.resident import Resident, slot_mapping
     from kvcore.replay.serving.sampled import OffloadedSampled
@@ -43,6 +44,7 @@ _HOMES = {
     "report.resident": ("ReplayReport",),
     "serving.caches": ("LAYOUTS", "PagedCaches"),
     "serving.in_full": ("OffloadedInFull",),
+    "serving.on_device": ("OnDevice",),
     "serving.replay": ("OffloadReplay", "Replay"),
     "serving.resident": ("Resident", "slot_mapping"),
     "serving.sampled": ("OffloadedSampled",),
@@ -67,6 +69,7 @@ __all__ = [
     "OffloadReport",
     "OffloadedInFull",
     "OffloadedSampled",
+    "OnDevice",
     "PagedCaches",
     "Replay",
     "ReplayReport",

@@ -138,6 +138,7 @@ class OffloadOptions:
                 which they are.
     abort_share: share of requests that are aborted somewhere in their output.
     arrivals:   "order": all are there at once; "time": each at its timestamp.
+    weights_gib: what weights and activations take on the device; None: as the model says.
     slo, attain: limits of a request's latencies, and the share of requests that must meet them.
     max_trace_events: kept for Perfetto.
     """
@@ -148,8 +149,9 @@ class OffloadOptions:
         choices=("full", "sampled"), said="full when it is short", only="offload",
     )  # fmt: skip
     policy: str = option(
-        "lru", "offload", "of the pool on the device: previous, lru, fifo, arc",
-        choices="kvcore.offload.rows.policy:POLICIES", only="offload", axis=True,
+        "lru", "offload",
+        "of the pool on the device: previous, lru, fifo, arc; none: no offload, all caches on it",
+        choices="kvcore.replay.serving.fit:POLICIES", only="offload", axis=True,
     )  # fmt: skip
     pool: int | None = option(
         None, "offload", "entries of a request and indexer group", kind="integer", low=1,
@@ -213,6 +215,10 @@ class OffloadOptions:
         "order", "offload",
         "order: all requests are there at once; time: each at its timestamp",
         choices=("order", "time"), metavar="HOW", only="offload",
+    )  # fmt: skip
+    weights_gib: float | None = option(
+        None, "offload", "GiB that weights and activations take on the device", kind="number",
+        low=0, high=1e6, metavar="N", said="the model's figure", only="offload", nullable=True,
     )  # fmt: skip
     slo: str | None = option(
         None, "offload", "limits that a good request meets, like ttft=2s,tpot=50ms (and e2e); a"

@@ -55,7 +55,8 @@ def config(folder: Path, data: Any) -> Path:
 def test_what_ships_is_whole(name: str) -> None:
     model = ModelProfile.named(name)
     assert model.name == name
-    assert set(model.figures) == set(MODEL_FIGURES)
+    # (what weights take is of one machine, and published of none)
+    assert set(model.figures) | {"weights"} == set(MODEL_FIGURES)
     assert model.note
     assert {"step_request", "step_attended"} <= set(model.assumed())
     short, long = model.step_us(2, 1000), model.step_us(2, 100_000)
@@ -82,7 +83,7 @@ def test_sizes() -> None:
 def test_configs(tmp_path: Path) -> None:
     glm = ModelProfile.from_config(config(tmp_path, GLM))
     shipped = ModelProfile.named("glm-5.2")
-    for key in set(MODEL_FIGURES) - STEP:
+    for key in set(MODEL_FIGURES) - STEP - {"weights"}:
         assert glm[key].value == shipped[key].value, key
     listed = {**GLM, "indexer_types": ["full", "full"] + ["shared"] * 76}
     assert ModelProfile.from_config(config(tmp_path, listed)).index_layers == (0, 1)

@@ -165,7 +165,7 @@ def test_an_interrupt_keeps_what_is_done() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"policy": "mru"}, "policy: expected one of previous, lru, fifo, arc, got 'mru'"),
+        ({"policy": "mru"}, "policy: expected one of previous, lru, fifo, arc, none, got 'mru'"),
         ({"fidelity": "half"}, "fidelity: expected one of full, sampled"),
         ({"write_policy": "none"}, "write_policy: expected one of write_through"),
         ({"device": "H100"}, "device: expected one of A2, A3, 950, or a .toml file"),

@@ -121,9 +121,10 @@ MODEL_FIGURES: dict[str, tuple[str, float, float]] = {
     "step_request": ("us a request in the batch", 0, 1e9),
     "step_attended": ("us a token attended to, of each request", 0, 1e6),
     "step_indexed": ("us a token of context an indexer scores, of each request", 0, 1e6),
+    "weights": ("GiB of weights and activations on one device", 0, 1e6),
 }
 STEP = ("step_fixed", "step_request", "step_attended", "step_indexed")
-REAL = frozenset(STEP)
+REAL = frozenset((*STEP, "weights"))  # numbers, which may be missing
 
 #: Models that ship, by name, and their files in this folder.
 MODELS: dict[str, str] = {
@@ -253,6 +254,11 @@ class ModelProfile:
     def token_index_bytes(self) -> int:
         """Bytes of a token in the caches of the indexers, which stay on the device."""
         return int(self._number("index_bytes")) * len(self.index_layers)
+
+    @property
+    def weights_gib(self) -> float | None:
+        """GiB of weights and activations on one device; None: the profile does not say."""
+        return self._number("weights") if "weights" in self.figures else None
 
     # -- how long a step computes
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvcore import __version__
+from kvcore.replay.clock.capacity import decode_bytes
 from kvcore.replay.clock.step_clock import StepTimes
 from kvcore.replay.metrics.latency import Latencies
 from kvcore.replay.models.profile import STEP, ModelProfile
@@ -17,6 +18,7 @@ from kvcore.replay.options import (
     OffloadOptions,
 )
 from kvcore.replay.report.report import Report
+from kvcore.replay.serving.fit import weight_bytes
 from kvcore.replay.serving.interval import FEWEST, Interval
 from kvcore.runtime.profile import DeviceProfile
 
@@ -112,8 +114,10 @@ class OffloadTotals:
         row_bytes: int,
         num_layers: int,
         compute_us: float,
+        *,
+        sends: bool = True,
     ) -> None:
-        """Add one step; rows: hits, misses, recent, over all layers."""
+        """Add one step; rows: hits, misses, recent, over all layers; sends: to the host."""
         self.steps += 1
         self.request_steps += batch
         self.accepted += accepted
@@ -128,7 +132,7 @@ class OffloadTotals:
         self.link_us += times.link_us
         self.hit_bytes += rows[0] * row_bytes
         self.h2d_bytes += rows[1] * row_bytes
-        self.d2h_bytes += written * row_bytes * num_layers
+        self.d2h_bytes += sends * written * row_bytes * num_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,15 +263,7 @@ class OffloadReport(Report):
                 "served_from_pools": totals.hit_bytes,
                 "copied_on_host": self.copied_bytes,
             },
-            "memory": {
-                "peak_device_bytes": totals.peak_device_bytes,
-                "peak_host_blocks": totals.peak_host_blocks,
-                "host_blocks": self.host_capacity,
-                "peak_host_bytes": totals.peak_host_blocks
-                * self.options.block_size
-                * self.model.row_bytes
-                * self.model.layers,
-            },
+            "memory": self.memory_dict(),
             "steps": totals.steps,
             "batch": totals.request_steps / totals.steps if totals.steps else 0.0,
             "model_time_us": {
@@ -308,6 +304,28 @@ class OffloadReport(Report):
             "step_us": us,
         }  # fmt: skip
 
+    @property
+    def on_device(self) -> bool:
+        """Whether this is the baseline: all caches on the device, nothing offloaded."""
+        return self.options.policy == "none"
+
+    def memory_dict(self) -> dict[str, Any]:
+        """Peaks; without offload the pool's blocks are the device's, and the host has none."""
+        totals, options = self.totals, self.options
+        weights = weight_bytes(self.model, options)
+        found: dict[str, Any] = {"weight_bytes": weights}
+        blocks, capacity = totals.peak_host_blocks, self.host_capacity
+        if self.on_device:
+            found["peak_device_bytes"] = blocks * decode_bytes(self.model, 1, options.block_size)
+            found["peak_device_blocks"], found["device_blocks"] = blocks, capacity
+            blocks = capacity = 0
+        else:
+            found["peak_device_bytes"] = totals.peak_device_bytes
+        found["peak_host_blocks"], found["host_blocks"] = blocks, capacity
+        block_bytes = options.block_size * self.model.row_bytes * self.model.layers
+        found["peak_host_bytes"] = blocks * block_bytes
+        return found
+
     def slo_dict(self) -> dict[str, Any] | None:
         """Limits in ms, the share of good requests and whether that is enough; None: no limits."""
         felt, slo = self.latencies, self.latencies.slo
@@ -330,7 +348,6 @@ class OffloadReport(Report):
     def table(self, source: str) -> list[tuple[str, str]]:
         """The table's rows, as names and values; ``source`` says where the trace is from."""
         totals, counters, options, model = self.totals, self.counters, self.options, self.model
-        block_bytes = options.block_size * model.row_bytes * model.layers
         steps = max(1, totals.steps)
         return [
             ("trace", source),
@@ -343,13 +360,21 @@ class OffloadReport(Report):
             ("figures of a step", self._figures_of_a_step()),
             (
                 "fidelity",
-                f"{options.fidelity}: {totals.real_rows:,} of {self.rows:,.0f} rows were real"
-                f" ({self.real_share:.2%})",
+                (
+                    "the steps' arithmetic alone: no row is moved"
+                    if self.on_device
+                    else f"{options.fidelity}: {totals.real_rows:,} of {self.rows:,.0f} rows were"
+                    f" real ({self.real_share:.2%})"
+                ),
             ),
             (
                 "pool",
-                f"{options.policy}, {self.pool_entries:,} entries a request and group;"
-                f" {options.write_policy}",
+                (
+                    "none: all caches on the device, nothing offloaded"
+                    if self.on_device
+                    else f"{options.policy}, {self.pool_entries:,} entries a request and group;"
+                    f" {options.write_policy}"
+                ),
             ),
             (
                 "requests",
@@ -385,10 +410,7 @@ class OffloadReport(Report):
             ),
             (
                 "peak memory",
-                f"device {totals.peak_device_bytes / GIB:.2f} of"
-                f" {self.device.capacity_bytes / GIB:.0f} GiB without weights; host"
-                f" {totals.peak_host_blocks:,} of {self.host_capacity:,} blocks,"
-                f" {totals.peak_host_blocks * block_bytes / GIB:.2f} GiB",
+                self._peaks(),
             ),
             (
                 "step",
@@ -435,6 +457,22 @@ class OffloadReport(Report):
         if half is None:
             return ""
         return f" ± {half:.2%}" if figure == "hit_rate" else f" ± {half / 1e3:.3f} ms"
+
+    def _peaks(self) -> str:
+        memory, device = self.memory_dict(), self.device
+        weights = memory["weight_bytes"]
+        beside = "without weights" if weights is None else f"beside {weights / GIB:.1f} of weights"
+        said = (
+            f"device {memory['peak_device_bytes'] / GIB:.2f} of"
+            f" {device.capacity_bytes / GIB:.0f} GiB {beside}"
+        )
+        if self.on_device:
+            blocks, capacity = memory["peak_device_blocks"], memory["device_blocks"]
+            return f"{said}; {blocks:,} of the {capacity:,} blocks that fit there"
+        return (
+            f"{said}; host {memory['peak_host_blocks']:,} of {self.host_capacity:,} blocks,"
+            f" {memory['peak_host_bytes'] / GIB:.2f} GiB"
+        )
 
     def _felt(self) -> list[tuple[str, str]]:
         """Latencies, and whether the limits hold."""

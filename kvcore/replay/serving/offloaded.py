@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve a trace with the full cache on the host of a modelled device.
 
-Two strategies share what is here: schedule, accepted drafts, aborts, ids, bytes and the compute
+The strategies share what is here: schedule, accepted drafts, aborts, ids, bytes and the compute
 time of a step are the same in both.  They differ in who is real:
 
 `OffloadedInFull`   every request and layer: rows are planned, served, installed and written by the
                     decode engine on the model clock (`in_full`).
 `OffloadedSampled`  a seeded sample of requests and layers, without a clock: the others are
                     estimated (`sampled`).
+`OnDevice`          nobody: the baseline without offload (`on_device`).
 """
 
 from __future__ import annotations
@@ -61,15 +62,17 @@ class StepLoad:
 
 
 class Offloaded(Strategy[OffloadReport]):
-    """What the two strategies have in common.
+    """What the strategies have in common.
 
     totals, timeline: sums over the steps, and the steps over the model's time.
     real:             what the decode engine serves, a sample or all.
+    sends_to_host:    whether rows go to the host at all.
     Raises ParamInvalidError for what cannot be served, DeviceOutOfMemoryError for caches that do
     not fit; before any work.
     """
 
     real: RealDecode
+    sends_to_host = True
 
     def __init__(self, model: ModelProfile, options: OffloadOptions) -> None:
         if not isinstance(options, OffloadOptions):
@@ -97,7 +100,7 @@ class Offloaded(Strategy[OffloadReport]):
         self._check_memory()  # before there is a pool of as many blocks
         self._scheduler = Scheduler(
             requests,
-            BlockPool(options.host_blocks),
+            BlockPool(self._num_blocks()),
             block_size=options.block_size,
             max_batch=options.batch,
             # Another device's prompts come whole: none of them waits for a chunk's turn here.
@@ -111,6 +114,15 @@ class Offloaded(Strategy[OffloadReport]):
         return self._scheduler
 
     # -- what the two do in their own way ---------------------------------------------------
+
+    def _num_blocks(self) -> int:
+        """Blocks of the pool that the requests share."""
+        return self.options.host_blocks
+
+    def _held(self, load: StepLoad) -> int:
+        """Bytes of device memory in a step, weights not counted."""
+        each = device_bytes(self.model, self.options, self.pool_entries, 0)
+        return len(load.who) * each + int(load.contexts.sum()) * self.model.token_index_bytes
 
     def _check_memory(self) -> None:
         """Raise DeviceOutOfMemoryError for host blocks that this machine cannot hold."""
@@ -186,7 +198,7 @@ class Offloaded(Strategy[OffloadReport]):
             else:
                 us = count / rate * 1e6
                 totals.prefill_us += us
-                totals.prefill_bytes += nbytes
+                totals.prefill_bytes += nbytes if self.sends_to_host else 0
             self._prefill(step, count, us)
         accepted = self._decode(step) if step.decode else []
         self._feel(step, accepted)
@@ -224,15 +236,13 @@ class Offloaded(Strategy[OffloadReport]):
         totals = self.totals
         totals.add_step(
             us, times, len(who), sum(stands), written, tuple(moved.tolist()),
-            model.row_bytes, model.layers, load.compute_us,
+            model.row_bytes, model.layers, load.compute_us, sends=self.sends_to_host,
         )  # fmt: skip
         for part_us in compute.assumed:
             totals.assumed_compute_us += part_us
         if result is not None:
             totals.real_rows += result.rows
-        held = len(who) * device_bytes(model, options, self.pool_entries, 0)
-        held += int(contexts.sum()) * model.token_index_bytes
-        totals.peak_device_bytes = max(totals.peak_device_bytes, held)
+        totals.peak_device_bytes = max(totals.peak_device_bytes, self._held(load))
         asked = float(moved[0] + moved[1])
         self.timeline.add(
             self.now_us, us, float(moved[0]) / asked if asked else 1.0, len(who),

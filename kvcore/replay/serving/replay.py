@@ -19,6 +19,7 @@ from kvcore.replay.options import OffloadOptions
 from kvcore.replay.report.offloaded import OffloadReport
 from kvcore.replay.report.report import Outcome, Report
 from kvcore.replay.serving.in_full import OffloadedInFull
+from kvcore.replay.serving.on_device import OnDevice
 from kvcore.replay.serving.resident import Resident, ResidentOptions
 from kvcore.replay.serving.sampled import OffloadedSampled
 from kvcore.replay.serving.strategy import Strategy
@@ -198,10 +199,12 @@ OFFLOADED = {"full": OffloadedInFull, "sampled": OffloadedSampled}
 class OffloadReplay(Replay[OffloadReport]):
     """A replay with the full cache on the host, as ``options`` say: `Replay` with its strategy.
 
+    With ``policy="none"`` the full cache is on the device: the baseline.
+
     model: one with a top-k.
     """
 
-    serving: OffloadedInFull | OffloadedSampled
+    serving: OffloadedInFull | OffloadedSampled | OnDevice
 
     def __init__(
         self, requests: Sequence[TraceRequest], model: ModelProfile, options: OffloadOptions
@@ -209,7 +212,8 @@ class OffloadReplay(Replay[OffloadReport]):
         if not isinstance(options, OffloadOptions):
             fail("options", "OffloadOptions", type(options).__name__)
         strategy = OFFLOADED.get(str(options.fidelity), OffloadedSampled)  # which refuses it
-        super().__init__(requests, strategy(model, options))
+        serving = OnDevice if options.policy == "none" else strategy
+        super().__init__(requests, serving(model, options))
 
     def save_trace(self, path: str) -> int:
         """Write the spans for Perfetto; returns how many did not fit ``max_trace_events``.

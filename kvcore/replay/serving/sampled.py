@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from kvcore.offload.decode.result import StepResult
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
-from kvcore.replay.report.step_trace import StepTrace
+from kvcore.replay.serving.accounted import Accounted
 from kvcore.replay.serving.decoding import Decoding
 from kvcore.replay.serving.interval import Interval, Usage, interval_of
 from kvcore.replay.serving.miss_table import classes_of
-from kvcore.replay.serving.offloaded import Offloaded, StepLoad
+from kvcore.replay.serving.offloaded import StepLoad
 from kvcore.replay.serving.rehearsal import Rehearsal
-from kvcore.replay.serving.scheduler import Running, Step
+from kvcore.replay.serving.scheduler import Running
 from kvcore.replay.traces.reader import TraceRequest
 
 __all__ = ["OffloadedSampled"]
@@ -32,13 +32,14 @@ LOOK_EVERY = 8
 MOVED = 0.05
 
 
-class OffloadedSampled(Offloaded):
-    """The replay itself moves no rows: it accounts for them."""
+class OffloadedSampled(Accounted):
+    """The sample is served first; the replay itself moves no rows."""
+
+    how = "sampled"
 
     def __init__(self, model: ModelProfile, options: OffloadOptions) -> None:
         super().__init__(model, options)
         self._usage = Usage()
-        self._trace = StepTrace(options.max_trace_events)
 
     def _take(self, requests: Sequence[TraceRequest]) -> None:
         self._requests = len(requests)
@@ -54,24 +55,7 @@ class OffloadedSampled(Offloaded):
         self.totals.real_rows = self.rehearsal.rows
         return True
 
-    @property
-    def now_us(self) -> float:
-        """The time of the steps' arithmetic."""
-        return self.clock.now
-
-    def _wait(self, us: float) -> None:
-        self.clock.advance(us)
-
     # -- a step -----------------------------------------------------------------------------
-
-    def copy_block(self, source: int, target: int) -> int:
-        """Account for a block that is copied on the host; returns the bytes."""
-        return self.options.block_size * self.model.row_bytes * self.model.layers
-
-    def _prefill(self, step: Step, count: int, us: float | None) -> None:
-        self.clock.advance(us or 0.0)
-        if us:
-            self._trace.add("prefill", self.now_us, us, prompt_tokens=count)
 
     def _move(
         self, load: StepLoad, states: Sequence[Decoding]
@@ -100,19 +84,6 @@ class OffloadedSampled(Offloaded):
         slope: float = (us[1] - us[0]) / (2 * moved)
         return slope
 
-    def _step_us(self, result: StepResult | None, us: float) -> float:
-        return us
-
-    def _traced(self, us: float, batch: int, misses: float) -> None:
-        if self.options.max_trace_events:
-            self._trace.add(
-                "decode step", self.now_us, us, batch=batch,
-                misses=round(misses), host_blocks=self._scheduler.pool.used,
-            )  # fmt: skip
-
-    def verify(self, running: Running, count: int) -> None:
-        """Nothing: the sample is verified when it is served."""
-
     @property
     def interval(self) -> Interval:
         """How sure the figures are."""
@@ -125,11 +96,9 @@ class OffloadedSampled(Offloaded):
             complete=self.options.sample_layers >= len(self.model.groups),
         )
 
-    def _last_look(self) -> None:
-        self.totals.end_us = self.clock.now
-        self.rehearsal.close()
+    def verify(self, running: Running, count: int) -> None:
+        """Nothing: the sample is verified when it is served."""
 
-    def save_trace(self, path: str) -> int:
-        """Write a span a step for Perfetto; returns how many did not fit."""
-        self._trace.save(path, f"{self.model.name} on {self.profile.name}, sampled")
-        return self._trace.dropped
+    def _last_look(self) -> None:
+        super()._last_look()
+        self.rehearsal.close()

@@ -2,9 +2,10 @@
 """What a replay leaves to the way in which it serves: bytes, time, and what is reported.
 
 `kvcore.replay.serving.replay.Replay` asks the scheduler what each step does and keeps the order of
-a step.  A strategy has the caches and the clock.  There are three: `Resident` (real caches on this
+a step.  A strategy has the caches and the clock.  There are four: `Resident` (real caches on this
 machine), `OffloadedInFull` and `OffloadedSampled` (the full cache on the host of a modelled
-device).  `prepare` is called until it has nothing left to do; then a step calls, in this order::
+device), `OnDevice` (the same without offload).  `prepare` is called until it has nothing left to
+do; then a step calls, in this order::
 
     admitted, copy_block, serve           # then the scheduler's commit
     leaving, verify, left                 # of each request that has finished or is aborted
