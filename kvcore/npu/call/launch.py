@@ -251,7 +251,7 @@ class PreparedCall:
     def _check(
         self, values: Values, placed: list[Argument | None], stream: int, whole: bool = False
     ) -> None:
-        """Check the values that are on the host; whole: those on the device as well."""
+        """Check the values when all of them are at hand; whole: fetch those on the device too."""
         wanted = self._call.host_values
         if not values.copies:
             return

@@ -276,7 +276,7 @@ class Room:
         return self.new(nbytes) if self.pool is None else self.pool.take(purpose, nbytes)
 
     def put(self, array: NDArray[Any]) -> int:
-        """Queue an upload of host values; returns the device's address of them, contiguous."""
+        """Copy host values to new memory on the device, contiguous; returns its address."""
         dense = np.ascontiguousarray(array)
         address = self.new(dense.nbytes)
         if dense.nbytes:
