@@ -42,6 +42,7 @@ ITSELF = ("torch_npu's own call", 0)
 _SYNC = re.compile(
     r"synchronous call during a capture|is being captured|called from a host function"
     r"|pageable memory (on|during) a capture|never recorded"
+    r"|queue can never run"
 )
 _MEMORY = re.compile(
     r"not allocated|leaves? the(ir)? memory|not the start of its memory|memory of another kind"

@@ -392,3 +392,26 @@ def waiting_for_an_event_that_was_never_recorded(torch: Any, npu: Any, fault: bo
         done.record()
     side_stream(torch).wait_event(done)  # later
     torch.npu.synchronize()
+
+
+@program("synccheck")
+def a_replay_that_waits_for_what_comes_behind_it(torch: Any, npu: Any, fault: bool) -> None:
+    x, event = torch.zeros(4, device="npu"), torch.npu.ExternalEvent()
+    side = side_stream(torch)
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        stream = torch.npu.current_stream()
+        event.wait(stream)
+        event.reset(stream)
+        x.add_(1)
+    with torch.npu.stream(side):
+        if not fault:
+            event.record(side)
+        graph.replay()
+        if fault:
+            event.record(side)
+    try:
+        torch.npu.synchronize()
+    except RuntimeError:  # the wait was given up
+        assert fault
+    assert x.cpu().tolist() == [0.0 if fault else 1.0] * 4

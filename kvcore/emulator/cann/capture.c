@@ -155,11 +155,16 @@ static int run_nodes(struct task *t) {
         struct recording *wait = g->nodes[i].task->wait;
         if (wait) {  // external
             pthread_mutex_lock(&kvd_lock);
-            while (!wait->done) {
+            const struct task *node = g->nodes[i].task;
+            while (!wait->done && !kvd_aborting() && kvd_pause(node)) {
                 if (wait->stream) kvd_allow(wait->stream, wait->position);
                 if (!wait->done) kvd_wait(NULL);
             }
+            kvd_pause(NULL);
+            int lost = wait->done || kvd_aborting() ? OK : kvd_gave_up(node);
+            if (lost) kvd_skip_nodes(t, i);
             pthread_mutex_unlock(&kvd_lock);
+            if (lost) return lost;
         }
         pthread_mutex_lock(&kvd_lock);
         struct task *node = g->nodes[i].task;

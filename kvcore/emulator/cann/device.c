@@ -49,6 +49,7 @@ __attribute__((constructor)) static void defaults(void) {
     s->devices = kvd_built_devices;
     s->capacity = 4ull << 30;
     s->workspace_extra = 512;
+    s->give_up_ns = 10000000000u;
     kvd_set_soc(kvd_built_soc);
     // In a child process torch_npu may ask before anybody has set the machine up.
     const char *asked = getenv("KVCORE_EMULATE"), *count = getenv("KVCORE_EMULATE_DEVICES");

@@ -289,7 +289,7 @@ static int synchronize(void *event, int32_t timeout_ms) {
     if (timeout_ms >= 0) kvd_deadline(&at, timeout_ms);
     if (!r->done && r->stream) kvd_allow(r->stream, r->position);
     while (!r->done && !code) {
-        if (!kvd_wait(timeout_ms < 0 ? NULL : &at) && !r->done)
+        if (!kvd_wait_for_streams(timeout_ms < 0 ? NULL : &at) && !r->done)
             code = error(RT_EVENT_SYNC_TIMEOUT, "not complete in %d ms", timeout_ms);
     }
     if (!code) kvd_journal_mark(ENTRY_JOIN, r->mark);

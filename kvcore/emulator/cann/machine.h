@@ -90,6 +90,7 @@ struct settings {
     uint64_t budget;           // bytes of all devices and pinned memory together, 0: no limit
     bool eager, hold, poison;  // see README.md
     uint64_t patience_ns;      // streams begin by themselves after one to two of these; 0: never
+    uint64_t give_up_ns;       // a wait for what nobody has launched ends after so long a silence
     bool quiet;                // calls are not recorded
     bool lenient_texts;        // a mode's text may be gone at phase two: torch_npu does so
     uint64_t workspace_extra;
@@ -230,7 +231,11 @@ struct stream {
     int capture_tail;
     struct update *update;  // tasks launched now replace those of a group
     struct past past;
+    const struct task *pauses;    // the wait, also within a graph, for which its thread waits
+    const struct task *hopeless;  // that wait, given up
 };
+
+extern uint64_t kvd_last_launch_ns;
 
 struct task *kvd_new_task(int (*run)(struct task *));
 void kvd_drop_task(struct task *task);
@@ -247,6 +252,8 @@ void kvd_allow(struct stream *stream, uint64_t position);
 // Waits; timeout_ms < 0: for ever.  False: time is over.
 bool kvd_drain(struct stream *stream, uint64_t position, int64_t timeout_ms);
 bool kvd_aborting(void);  // of a task: its stream drops its work
+// Of a wait that a stream's thread is about to pause for (NULL: it goes on): false once it is given up.
+bool kvd_pause(const struct task *task);
 void kvd_close_stream(struct stream *stream, bool drop_work);
 int kvd_take_error(struct stream *stream);
 void kvd_fault_text(const char *text);  // from a task: why it fails
@@ -260,6 +267,17 @@ uint64_t kvd_now_ns(void);
 void kvd_deadline(struct timespec *at, int64_t ms);
 void kvd_sync_all(int device);
 void kvd_forget_clock(void);  // its thread is gone
+
+// -- stuck.c ------------------------------------------------------------------------------------------
+
+// As kvd_wait, for what streams do: finds queues that can never run.
+bool kvd_wait_for_streams(const struct timespec *deadline);
+int kvd_gave_up(const struct task *wait);  // the code of a wait that was given up
+
+// -- value.c ------------------------------------------------------------------------------------------
+
+bool kvd_word_holds(const struct task *wait);
+bool kvd_word_ends(const struct task *write, const struct task *wait);
 
 // -- journal.c ----------------------------------------------------------------------------------------
 
@@ -301,6 +319,7 @@ struct trail {
 
 bool kvd_journal_on(void);
 uint64_t kvd_line(void);
+uint64_t kvdouble_line(uint64_t line);
 uint64_t kvd_next_mark(void);
 uint64_t kvd_next_tasks(uint64_t count);
 void kvd_journal_task(const struct task *task, uint64_t number, const struct stream *stream,

@@ -172,6 +172,11 @@ static _Thread_local struct stream *working;
 
 bool kvd_aborting(void) { return working && working->aborting; }
 
+bool kvd_pause(const struct task *task) {
+    if (working) working->pauses = task;
+    return !working || !task || working->hopeless != task;
+}
+
 static void *work(void *argument) {
     struct stream *s = working = argument;
     pthread_mutex_lock(&kvd_lock);
@@ -180,15 +185,17 @@ static void *work(void *argument) {
         bool may = !kvd_settings.hold || s->aborting;
         may = may && (kvd_settings.eager || s->aborting || s->done < s->allowed);
         if (!t && s->closing) break;
-        if (t && may && t->wait && !t->wait->done && !s->aborting) {
+        if (t && may && t->wait && !t->wait->done && !s->aborting && s->hopeless != t) {
             // what it waits for must get on, and no more than that
             if (t->wait->stream) kvd_allow(t->wait->stream, t->wait->position);
             may = t->wait->done;
+            if (!may) s->pauses = t;
         }
         if (!t || !may) {
             s->blocked = t != NULL;
             pthread_cond_wait(&s->wake, &kvd_lock);
             s->blocked = false;
+            s->pauses = NULL;
             continue;
         }
         int code = 0;
@@ -197,6 +204,7 @@ static void *work(void *argument) {
         kvd_trail_begin(t->late);
         bool skip = s->aborting || (s->error && s->stop_on_error);
         if (!skip && t->fault) code = t->fault;
+        else if (!skip && t == s->hopeless) code = kvd_gave_up(t);
         else if (!skip && any_dead(t)) code = RT_AICORE_EXCEPTION;
         else if (!skip && t->run) {
             pthread_mutex_unlock(&kvd_lock);
@@ -208,6 +216,7 @@ static void *work(void *argument) {
         kvd_set_task(0);
         if (t->late) kvd_journal_done(t->number, t->id, skip ? RT_AICORE_EXCEPTION : code);
         kvd_trail_end();
+        s->hopeless = NULL;
         if (code && !s->error) {
             s->error = code;
             free(s->error_text);
@@ -281,7 +290,8 @@ static void make_room(struct stream *s) {
     if (s->enqueued - s->done < DEPTH) return;
     uint64_t serial = s->handle.serial, position = s->enqueued - DEPTH / 2;
     kvd_allow(s, position);
-    while (kvd_is_live(s, H_STREAM, serial) && s->done < position) kvd_wait(NULL);
+    while (kvd_is_live(s, H_STREAM, serial) && s->done < position)
+        kvd_wait_for_streams(NULL);
 }
 
 struct clash {
@@ -303,6 +313,8 @@ static void find_clash(void *stream, void *data) {
     }
 }
 
+uint64_t kvd_last_launch_ns;
+
 int kvd_launch(struct stream *s, struct task *t) {
     if (s->capture) return kvd_capture_task(s, t);
     if (s->update) return kvd_update_task(s, t);
@@ -318,6 +330,7 @@ int kvd_launch(struct stream *s, struct task *t) {
     if (kvd_settings.patience_ns) make_room(s);
     struct clash clash = {s, t};
     if (t->workspace) kvd_each(H_STREAM, find_clash, &clash);
+    kvd_last_launch_ns = kvd_now_ns();
     t->position = s->enqueued + 1;
     t->number = kvd_next_tasks(t->graph ? 1 + (uint64_t)t->graph->count : 1);
     if (t->graph) kvd_journal_replay(t, s);
@@ -375,7 +388,7 @@ bool kvd_drain(struct stream *s, uint64_t position, int64_t timeout_ms) {
     struct timespec at;
     if (timeout_ms >= 0) kvd_deadline(&at, timeout_ms);
     while (passed && kvd_is_live(s, H_STREAM, serial) && s->done < position)
-        passed = kvd_wait(timeout_ms < 0 ? NULL : &at) || s->done >= position;
+        passed = kvd_wait_for_streams(timeout_ms < 0 ? NULL : &at) || s->done >= position;
     if (passed) kvd_journal_mark(ENTRY_JOIN, mark);
     kvd_journal_mark(ENTRY_DROP, mark);
     return passed;
@@ -389,6 +402,7 @@ void kvd_close_stream(struct stream *s, bool drop_work) {
     kvd_allow(s, UINT64_MAX);
     pthread_cond_signal(&s->wake);
     kvd_notify();
+    while (s->started && s->head && !kvd_settings.hold) kvd_wait_for_streams(NULL);
     if (s->started) {
         kvd_let_python();
         pthread_mutex_unlock(&kvd_lock);

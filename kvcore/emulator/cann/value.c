@@ -23,14 +23,20 @@ static int write_word(struct task *t) {
     return OK;
 }
 
-static bool holds(const struct word *w) {
-    uint64_t found;
-    memcpy(&found, w->bytes, sizeof found);
+static bool would_hold(const struct word *w, uint64_t found) {
     if (w->kind == AT_LEAST) return (int64_t)(found - w->value) >= 0;
     if (w->kind == EQUAL) return found == w->value;
     if (w->kind == ANY_BIT) return (found & w->value) != 0;
     return ~(found | w->value) != 0;
 }
+
+static bool holds(const struct word *w) {
+    uint64_t found;
+    memcpy(&found, w->bytes, sizeof found);
+    return would_hold(w, found);
+}
+
+bool kvd_word_holds(const struct task *wait) { return holds(wait->data); }
 
 static void let_on(void *stream, void *unused) {
     struct stream *s = stream;
@@ -42,14 +48,22 @@ static void let_on(void *stream, void *unused) {
 static int wait_for_word(struct task *t) {
     const struct word *w = t->data;
     pthread_mutex_lock(&kvd_lock);
-    while (!holds(w) && !kvd_aborting()) {
+    while (!holds(w) && !kvd_aborting() && kvd_pause(t)) {
         kvd_each(H_STREAM, let_on, NULL);
         struct timespec at;
         kvd_deadline(&at, 1);
         kvd_wait(&at);
     }
+    kvd_pause(NULL);
+    int code = holds(w) || kvd_aborting() ? OK : kvd_gave_up(t);
     pthread_mutex_unlock(&kvd_lock);
-    return OK;
+    return code;
+}
+
+bool kvd_word_ends(const struct task *write, const struct task *wait) {
+    if (write->run != write_word || wait->run != wait_for_word) return false;
+    const struct word *by = write->data, *w = wait->data;
+    return by->bytes == w->bytes && would_hold(w, by->value);
 }
 
 static void free_data(struct task *t) { free(t->data); }

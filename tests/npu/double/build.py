@@ -18,7 +18,7 @@ SOURCES = Path(__file__).parents[3] / "kvcore" / "emulator" / "cann"
 RUNTIME = (
     "calls", "device", "memory", "copy", "stream", "event", "callback", "capture", "update",
     "value", "numbers", "platform", "virtual", "hccl", "compiler", "formats", "python", "journal",
-    "fault",
+    "fault", "stuck",
 )  # fmt: skip
 OPBASE = ("tensor", "executor")
 OPERATORS = ("scatter", "gather", "convert", "nd_update", "pad")
