@@ -201,7 +201,7 @@ def test_an_interrupt_writes_what_is_done(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "mru"], "policy: expected one of previous, lru, fifo, arc, got 'mru'"),
+        (["--policy", "mru"], "policy: expected one of previous, lru, fifo, arc, none, got 'mru'"),
         (["--policy", "lru", "--model", "gpt"], "model: expected one of tiny, tiny-sparse"),
         (["--policy", "lru", "--model", "qwen3-8b"], "model: expected one with a top-k"),
         (["--policy", "lru", "--model", "none.toml"], "model: expected a readable text file"),

@@ -19,7 +19,7 @@ from kvcore.replay import (
     TraceRequest,
     generate_trace,
 )
-from kvcore.replay.report.offloaded import POINTS, Timeline
+from kvcore.replay.report.totals import POINTS, Timeline
 from kvcore.replay.serving import real_decode
 from kvcore.runtime import Device
 

@@ -29,8 +29,9 @@ from kvcore.replay.clock.step_clock import StepClock
 from kvcore.replay.metrics.latency import Latencies, Progress, Slo
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
-from kvcore.replay.report.offloaded import OffloadReport, OffloadTotals, Timeline
+from kvcore.replay.report.offloaded import OffloadReport
 from kvcore.replay.report.report import Mismatch, Outcome
+from kvcore.replay.report.totals import OffloadTotals, Timeline
 from kvcore.replay.serving.decoding import Decoding
 from kvcore.replay.serving.fit import device_bytes, fit
 from kvcore.replay.serving.interval import Interval
