@@ -40,10 +40,12 @@ cdef enum:
     RULE = 10
     GRAPH = 11
     NODE = 12
+    FORGET = 13
 
 cdef enum:
     RANGE_WRITE = 1
     RANGE_SPAN = 2
+    MOST_NOTES = 1024   # of calls on one address that were not entered yet
 
 cdef enum:
     FOUND_WRITE = 1     # Shadow's HIT_WRITE
@@ -281,6 +283,27 @@ cdef class Races(Found):
         """How many entries wait for a task to have run."""
         return len(self.backlog)
 
+    def tables(self):
+        """How much is remembered of what was done: a program that goes on doing the same needs no
+        more of it, but for ``records``, which are swept now and then.
+        """
+        return {
+            "backlog": len(self.backlog),
+            "by_host": len(self.by_host),
+            "graphs": len(self.graphs),
+            "in_flight": len(self.in_flight),
+            "marks": len(self.marks),
+            "names": len(self.names),
+            "notes": sum([len(lines) for lines in self.notes.values()]),
+            "pinned": len(self.pinned_starts),
+            "records": len(self.records),
+            "streams": len(self.streams),
+            "told": len(self.told),
+            "unknown": len(self.unknown),
+            "waiting": len(self.waiting),
+            "written": len(self.written_starts),
+        }
+
     cdef bint take(self) except -1:
         cdef void* entries = NULL
         cdef void* ranges = NULL
@@ -455,6 +478,8 @@ cdef class Races(Found):
             self.rule(item.section, item.text, lines.place(item.line))
         elif kind == GRAPH:
             self.replay(item)
+        elif kind == FORGET:
+            self.graphs.pop(item.mark, None)  # which was never replayed
         return 0
 
     cdef int mark(self, Item item) except -1:
@@ -541,7 +566,7 @@ cdef class Races(Found):
         if found is None:
             if len(self.notes) > 65536:
                 self.notes.clear()
-            found = self.notes[address] = deque((0,))
+            found = self.notes[address] = deque((0,), MOST_NOTES)
         found.append(line)
 
     cdef int used(self, Item item) except -1:

@@ -200,14 +200,20 @@ def _note(
 ) -> None:
     """For torch_npu's own operators: its queue's thread will write there, from this line."""
     for value in result if isinstance(result, list | tuple) else (result,):
-        if isinstance(value, torch.Tensor) and type(value) in _PLAIN and value.numel():
-            if value.layout is not torch.strided:
-                continue
-            _races.note(value.data_ptr(), line)
+        if type(value) in _PLAIN and value.layout is torch.strided:
+            _note_one(value, line)
     for position, name in call.written:
         value = _given(position, name, args, kwargs)
-        if isinstance(value, torch.Tensor) and value is not result and value.numel():
-            _races.note(value.data_ptr(), line)
+        if isinstance(value, torch.Tensor) and value is not result:
+            _note_one(value, line)
+
+
+def _note_one(tensor: Any, line: int) -> None:
+    """Memory that the machine does not know is in no entry, and its note would stay for ever."""
+    if tensor.numel():
+        address = tensor.data_ptr()
+        if not tensor.is_cpu or _races.is_pinned(address):
+            _races.note(address, line)
 
 
 def _fresh(tensor: Any) -> None:

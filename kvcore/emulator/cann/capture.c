@@ -95,6 +95,7 @@ static void drop_group(void *group, void *graph) {
 }
 
 void kvd_free_graph(struct graph *g) {
+    kvd_journal_mark(ENTRY_FORGET, g->handle.serial);
     kvd_each(H_TASK_GROUP, drop_group, g);
     for (int i = 0; i < g->count; i++) kvd_drop_task(g->nodes[i].task);
     free(g->nodes);

@@ -294,6 +294,7 @@ enum entry_kind {
     ENTRY_RULE,        // a violation: section and text
     ENTRY_GRAPH,       // a replay begins: mark counts its nodes, which follow
     ENTRY_NODE,        // of the capture behind it: before and joins, counted from 1, 0 for none
+    ENTRY_FORGET,      // the graph mark is gone
 };
 
 struct entry {
