@@ -81,3 +81,15 @@ def test_what_is_waited_for() -> None:
     clock = StepClock(model, profile, [(0,)], lanes=2)
     clock.advance(1000.0)
     assert clock.now == 1000.0
+
+
+def test_a_look_ahead_leaves_the_time_line_as_it_is() -> None:
+    model, profile = ModelProfile.named("glm-5.2"), DeviceProfile.named("A3")
+    looked, plain = (StepClock(model, profile, [(0, 1, 2)], lanes=2) for _ in range(2))
+    steps = [np.array([(1900.0 - 10 * n, 100.0 + 10 * n, 1.0)]) for n in range(6)]
+    for rows in steps:
+        ahead = [looked.peek(rows * by, 2, 2, 1, 300.0) for by in (0.5, 1.0, 20.0)]
+        times = looked.step(rows, 2, 2, 1, 300.0)
+        assert ahead[1] == times == plain.step(rows, 2, 2, 1, 300.0)
+        assert ahead[0].us < ahead[2].us
+        assert looked.now == plain.now
