@@ -167,7 +167,8 @@ def test_an_nd_cache_under_the_default_says_so(torch_npu: Any) -> None:
     before = key_cache.clone()
     message = (
         "key_cache: expected shape [4, 2, 2, 16] (PA_NZ), got [4, 8, 2, 16]; this operator takes "
-        "PA_NZ caches unless told otherwise: pass cache_mode='Norm' for a cache [nb, bs, H, D]"
+        "PA_NZ caches unless the call says otherwise: pass cache_mode='Norm' for a cache "
+        "[nb, bs, H, D]"
     )
     with pytest.raises(kvcore.ParamInvalidError, match=f"^{re.escape(message)}$") as caught:
         torch_npu.npu_scatter_pa_kv_cache(key, value, key_cache, value_cache, ints(*SLOTS))
