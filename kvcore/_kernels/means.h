@@ -43,10 +43,12 @@ typedef void (*kv_add)(float *sums, const char *src, int64_t step, int64_t n_tok
 /* Writes sums / count as packed items. */
 typedef void (*kv_mean)(char *out, const float *sums, int64_t items, int64_t count);
 
-enum {
-    KV_FLOAT16, KV_BFLOAT16, KV_FLOAT32, KV_HIFLOAT8, KV_FLOAT8_E5M2, KV_FLOAT8_E4M3FN,
-    KV_INT8, KV_INT16, KV_INT32, KV_UINT8, KV_UINT16, KV_UINT32, KV_MEANS
-};
+/* The types that have a mean.  The place of a type in this list is the number that kv_pick takes. */
+#define KV_EACH_TYPE(DO)                                                                           \
+    DO(float16) DO(bfloat16) DO(float32) DO(hifloat8) DO(float8_e5m2) DO(float8_e4m3fn)            \
+    DO(int8) DO(int16) DO(int32) DO(uint8) DO(uint16) DO(uint32)
+#define KV_TYPE_NAME(type) #type " "
+static const char kv_type_names[] = KV_EACH_TYPE(KV_TYPE_NAME);
 
 static inline float kv_float(uint32_t bits)
 {

@@ -23,6 +23,7 @@ KV_ADD(bfloat16, kv_u16, float, kv_from_bfloat16)
 KV_ADD(float32, kv_u32, float, kv_from_float32)
 KV_ADD(int8, kv_i8, kv_sum32, (uint32_t))
 KV_ADD(int16, kv_i16, kv_sum32, (uint32_t))
+KV_ADD(int32, kv_u32, kv_sum32, (uint32_t))
 KV_ADD(uint8, kv_u8, kv_sum32, (uint32_t))
 KV_ADD(uint16, kv_u16, kv_sum32, (uint32_t))
 KV_ADD(uint32, kv_u32, kv_sum32, (uint32_t))
@@ -147,12 +148,9 @@ KV_TARGET static void KV_NAME(kv_add_hifloat8)(float *restrict sums, const char 
 KV_ADD(hifloat8, kv_u8, float, kv_from_hifloat8)
 #endif
 
-static const kv_add KV_NAME(kv_adders)[KV_MEANS] = {
-    KV_NAME(kv_add_float16), KV_NAME(kv_add_bfloat16), KV_NAME(kv_add_float32),
-    KV_NAME(kv_add_hifloat8), KV_NAME(kv_add_float8_e5m2), KV_NAME(kv_add_float8_e4m3fn),
-    KV_NAME(kv_add_int8), KV_NAME(kv_add_int16), KV_NAME(kv_add_uint32),
-    KV_NAME(kv_add_uint8), KV_NAME(kv_add_uint16), KV_NAME(kv_add_uint32),
-};
+#define KV_ADDER(type) KV_NAME(kv_add_##type),
+static const kv_add KV_NAME(kv_adders)[] = {KV_EACH_TYPE(KV_ADDER)};
+#undef KV_ADDER
 #undef KV_ADD
 
 #define KV_MEAN_FLOAT(type, stored)                                                                \
@@ -188,11 +186,8 @@ KV_MEAN_INT(uint8, kv_u8, uint32_t)
 KV_MEAN_INT(uint16, kv_u16, uint32_t)
 KV_MEAN_INT(uint32, kv_u32, uint32_t)
 
-static const kv_mean KV_NAME(kv_means)[KV_MEANS] = {
-    KV_NAME(kv_mean_float16), KV_NAME(kv_mean_bfloat16), KV_NAME(kv_mean_float32),
-    KV_NAME(kv_mean_hifloat8), KV_NAME(kv_mean_float8_e5m2), KV_NAME(kv_mean_float8_e4m3fn),
-    KV_NAME(kv_mean_int8), KV_NAME(kv_mean_int16), KV_NAME(kv_mean_int32),
-    KV_NAME(kv_mean_uint8), KV_NAME(kv_mean_uint16), KV_NAME(kv_mean_uint32),
-};
+#define KV_DIVIDER(type) KV_NAME(kv_mean_##type),
+static const kv_mean KV_NAME(kv_means)[] = {KV_EACH_TYPE(KV_DIVIDER)};
+#undef KV_DIVIDER
 #undef KV_MEAN_FLOAT
 #undef KV_MEAN_INT

@@ -33,12 +33,10 @@ cdef extern from "means.h" nogil:
     void kv_set_hifloat8(const float* values, const uint32_t* limits, const unsigned char* codes)
     void kv_means_begin()
     void kv_pick(int kind, const char* isa, add_t* add, mean_t* mean)
+    const char* kv_type_names
 
 # Types that have a mean; their place here is the kernels' number of them.
-MEANS = (
-    "float16", "bfloat16", "float32", "hifloat8", "float8_e5m2", "float8_e4m3fn",
-    "int8", "int16", "int32", "uint8", "uint16", "uint32",
-)
+MEANS = tuple(kv_type_names.decode("ascii").split())
 
 cdef enum:
     MAX_SUMS = 4096        # 16 KiB of sums for all heads of a group

@@ -7,17 +7,14 @@ import importlib
 import io
 import os
 import pkgutil
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
-from types import FrameType
 
 import kvcore
-from kvcore import _end_at_once  # what SIGINT does while the package is imported
 from kvcore.about import unusable_settings
 from kvcore.cli import commands, status
+from kvcore.cli.interrupt import CommandInterrupt
 from kvcore.cli.parser import Parser
 from kvcore.cli.printing import STANDARD_OUTPUT, drop, flush, tell
 from kvcore.errors import KVCoreError
@@ -54,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # rich and argparse read these as numbers, however long.
         if len(os.environ.get(name, "")) > MAX_DIGITS:
             del os.environ[name]
-    own = _CtrlC()
+    own = CommandInterrupt()
     if arguments is None:
         own.install()
     try:
@@ -74,34 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _interrupted() if own.pressed else _failed(error)
     own.raises = False
     return code
-
-
-class _CtrlC:
-    """What SIGINT does to a process that is the command.
-
-    Once it raises KeyboardInterrupt, so that files and processes are left in order.  Before and
-    behind that, and the second time, the process ends at once: an exception raised where nobody
-    catches it would end in a traceback.
-    """
-
-    def __init__(self) -> None:
-        self.raises = False
-        self.pressed = False
-
-    def install(self) -> None:
-        # A shell starts what is to run in the background with Ctrl-C ignored: so it stays.
-        found = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread() and found in (
-            signal.default_int_handler,
-            _end_at_once,
-        ):
-            signal.signal(signal.SIGINT, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.pressed or not self.raises:
-            _end_at_once(number, frame)
-        self.pressed = True
-        raise KeyboardInterrupt
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -27,7 +27,7 @@ from kvcore.torch.calls import PrivateCopy
 from kvcore.torch.device_alias import DeviceAlias, name_spare_backend
 from kvcore.torch.launches import renamed
 from kvcore.torch.record import Recorder, make_recorder
-from kvcore.torch.schemas import Arguments, register, register_alias, register_twin
+from kvcore.torch.registration import Arguments, register, register_alias, register_twin
 from kvcore.torch.streams import Streams, make_namespace
 from kvcore.torch.vendor import Vendor
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kvcore
 from kvcore.torch.calls import as_tensor
-from kvcore.torch.schemas import register_pair
+from kvcore.torch.registration import register_pair
 
 __all__ = ["LIBRARY", "OPERATORS", "selection_lengths"]
 

@@ -27,7 +27,7 @@ from kvcore.torch.record import (
     bytes_of,
     take,
 )
-from kvcore.torch.schemas import Arguments
+from kvcore.torch.registration import Arguments
 
 __all__ = ["Difference", "Verification", "verify"]
 

@@ -10,6 +10,8 @@ op_errno.h.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from kvcore.errors import (
     BackendUnavailableError,
     CaptureError,
@@ -20,7 +22,9 @@ from kvcore.errors import (
     StreamError,
 )
 
-__all__ = ["MEANINGS", "error", "error_class", "is_sticky", "meaning"]
+__all__ = ["MEANINGS", "bare", "error", "error_class", "is_sticky", "meaning"]
+
+E = TypeVar("E", bound=BaseException)
 
 #: code: (class, what it means).
 MEANINGS: dict[int, tuple[type[KVCoreError], str]] = {}
@@ -183,3 +187,15 @@ def error(code: int, function: str, text: str = "") -> KVCoreError:
 def is_sticky(code: int) -> bool:
     """Whether the context is unusable from now on (a failure on the device)."""
     return 507000 <= code <= 507999 and code not in _HARMLESS
+
+
+def bare(error: E) -> E:
+    """An error of CANN to keep, without its frames and without what it came upon.
+
+    They say nothing that its text does not, and would keep the program's own frames alive, back
+    to the one that made the device.  The program's errors stay as they are.
+    """
+    if isinstance(error, KVCoreError) and "code" in vars(error):
+        error.__context__ = None
+        error.__traceback__ = None
+    return error

@@ -39,9 +39,10 @@ from kvcore.errors import (
     fail,
 )
 from kvcore.npu.cann import constants, library
+from kvcore.npu.cann.status import bare
 from kvcore.npu.driver.buffers import AclBuffer, end_all
 from kvcore.npu.driver.graph import NEEDED, AclProgram, Models
-from kvcore.npu.driver.handles import Handles, bare
+from kvcore.npu.driver.handles import Handles
 from kvcore.npu.driver.heap import Heap
 from kvcore.npu.driver.lane import AclLane
 from kvcore.npu.driver.records import Events, HardwareRecord, record_of

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import CaptureError, KVCoreError
 from kvcore.npu.cann import constants
-from kvcore.npu.driver.handles import Handles, bare
+from kvcore.npu.cann.status import bare
+from kvcore.npu.driver.handles import Handles
 from kvcore.npu.driver.work import Handover, work_of
 from kvcore.runtime.abc import KIND_WORK, Launch, Record, Step, Wait
 

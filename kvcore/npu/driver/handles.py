@@ -5,27 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import Any, TypeVar
+from typing import Any
 
 from kvcore.errors import KVCoreError
 from kvcore.npu.call import launch as operators
 from kvcore.npu.cann import constants
+from kvcore.npu.cann.status import bare
 
-__all__ = ["Handles", "bare"]
-
-E = TypeVar("E", bound=BaseException)
-
-
-def bare(error: E) -> E:
-    """An error of CANN to keep, without its frames and without what it came upon.
-
-    They say nothing that its text does not, and would keep the program's own frames alive, back
-    to the one that made the device.  The program's errors stay as they are.
-    """
-    if isinstance(error, KVCoreError) and "code" in vars(error):
-        error.__context__ = None
-        error.__traceback__ = None
-    return error
+__all__ = ["Handles"]
 
 
 class Handles:

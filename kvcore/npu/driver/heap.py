@@ -32,8 +32,8 @@ import numpy.typing as npt
 from kvcore.errors import KVCoreError
 from kvcore.npu.call import memory as pools
 from kvcore.npu.cann import constants, library
+from kvcore.npu.cann.status import bare
 from kvcore.npu.cann.structs import MallocAttribute, MallocConfig
-from kvcore.npu.driver.handles import bare
 
 __all__ = ["Heap", "Piece"]
 

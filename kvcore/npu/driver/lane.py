@@ -19,8 +19,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from kvcore.errors import KVCoreError
+from kvcore.npu.cann.status import bare
 from kvcore.npu.driver.flight import Flight
-from kvcore.npu.driver.handles import bare
 from kvcore.npu.driver.hostcalls import HostCall
 from kvcore.npu.driver.records import TIMEOUTS, Dependency, HardwareRecord, record_of
 from kvcore.npu.driver.transfers import within_host

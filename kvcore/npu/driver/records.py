@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvcore.errors import KVCoreError
 from kvcore.npu.cann import constants
-from kvcore.npu.driver.handles import bare
+from kvcore.npu.cann.status import bare
 from kvcore.runtime.queues._executor import Executor
 from kvcore.runtime.queues._marks import Failure, Mark
 from kvcore.runtime.queues._outside import fail, promise, settle

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from kvcore.errors import KVCoreError
 from kvcore.npu.call import launch as operators
 from kvcore.npu.cann import status
+from kvcore.npu.cann.status import bare
 from kvcore.npu.driver.buffers import HeldBuffers
-from kvcore.npu.driver.handles import bare
 from kvcore.npu.driver.transfers import Transfer
 from kvcore.runtime.copies import Copy, Fill
 from kvcore.runtime.queues._marks import Failure

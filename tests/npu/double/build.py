@@ -17,7 +17,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[3] / "kvcore" / "emulator" / "cann"
 RUNTIME = (
     "calls", "device", "memory", "copy", "stream", "event", "callback", "capture", "update",
-    "value", "numbers", "platform", "virtual", "hccl", "compiler", "formats", "python", "journal",
+    "value", "numbers", "platform", "virtual", "hccl", "by_name", "formats", "python", "journal",
     "fault", "stuck",
 )  # fmt: skip
 OPBASE = ("tensor", "executor")
