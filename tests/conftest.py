@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from kvcore._kernels import parallel
 
@@ -30,6 +30,13 @@ settings.register_profile(
     "ci", settings.get_profile("default"), derandomize=True, database=None, print_blob=True
 )
 settings.register_profile("long", settings.get_profile("default"), max_examples=2000)
+# Whether a test fails is all that tests/tools/mutants.py asks, two hundred times.
+settings.register_profile(
+    "brief",
+    settings.get_profile("ci"),
+    max_examples=20,
+    phases=[Phase.explicit, Phase.generate],
+)
 DEFAULT = "ci" if os.environ.get("CI") else "default"
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", DEFAULT))
 
