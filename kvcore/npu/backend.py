@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the registry knows of the NPU: a name, until a call needs more."""
+"""The backend "aclnn" as the registry holds it; everything else is loaded when a call needs it."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class AclnnBackend:
 
     @property
     def fallback(self) -> str | None:
-        """What stands in for host arrays where CANN is not usable, if that was asked for."""
+        """The backend that serves host arrays where CANN is not usable, if the options name one."""
         from kvcore.npu import options
 
         return options.fallback()
 
     def why_not(self, plan: Plan | None = None) -> str | None:
-        """Why it cannot run here, or this plan; None when it can."""
+        """Why no plan, or not this plan, can run on this machine; None when it can."""
         from kvcore.npu.cann import library
 
         proven = library.proven()
         if proven is not None and plan is not None:
             form = plan.spec.form
             if form is not None and form.cann is proven:
-                return None  # as for the call before with such arguments
+                return None  # found before, for a call with such arguments
         if proven is None:
             reason = library.why_not()
             if reason is not None:
@@ -64,7 +64,7 @@ class AclnnBackend:
         return prepare(plan)
 
     def details(self) -> dict[str, Any]:
-        """What was looked for, where, and what came of it: for reports."""
+        """The libraries that were looked for, where, and what was found, for a bug report."""
         from kvcore.npu.cann.report import details
 
         return details()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller may ask of the NPU backend beyond a call's own arguments.
+"""Options of the NPU backend that are not arguments of a call.
 
 check:     "host" (default): slots, lengths and tables are checked when they are on the host.
            "device": those on the device are copied back and checked too; each call then waits
            for its stream.
 quirks:    "refuse" (default): a call that this machine's kernels are known to do wrong without an
-           error is refused. "pass": it is made all the same (the knowledge is from reading, and
+           error is refused. "pass": it is made all the same (this is known from the sources, and
            kernels change).
 fallback:  None (default), or "cpu": where CANN is not usable, host arrays given to
            ``backend="aclnn"`` are worked on by this library's own kernels.
@@ -51,12 +51,12 @@ def check() -> str:
 
 
 def quirks() -> str:
-    """What becomes of calls that kernels are known to do wrong: "refuse" or "pass"."""
+    """Whether calls that kernels are known to get wrong are refused: "refuse" or "pass"."""
     return _of("quirks") or "refuse"
 
 
 def fallback() -> str | None:
-    """What serves arrays of the host where CANN cannot be used: None or "cpu"."""
+    """The backend that serves host arrays where CANN cannot be used: None or "cpu"."""
     return _of("fallback")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m kvcore.npu.selftest``: what this machine's NPU makes of our calls.
+"""``python -m kvcore.npu.selftest``: run each operator on this machine's NPU and check its bytes.
 
 Each operator runs on the device and on the CPU, and every byte is compared.  The output is made
 to be pasted into a report: it names libraries, versions, the SoC and each result, no user data.
@@ -32,7 +32,7 @@ OK, DIFFERS, CANNOT_RUN = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; returns the exit code."""
+    """Run the self test; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m kvcore.npu.selftest",
         description="Run every operator on the NPU and on the CPU, compare every byte, and print "
@@ -186,9 +186,9 @@ def _compare_selection(
 
 
 def _printable(text: str) -> str:
-    """In ASCII that a terminal shows as it is: paths may be anything, and reports are pasted."""
+    """The text in printable ASCII: a path may hold any bytes, and reports are pasted."""
     escaped = text.encode("unicode_escape", "surrogatepass").decode()
-    return escaped.replace("\\\\", "\\")  # a backslash of the text's own stays one
+    return escaped.replace("\\\\", "\\")  # a backslash in the text is kept as it is
 
 
 def _bits(array: NDArray[Any]) -> NDArray[Any]:
@@ -196,7 +196,7 @@ def _bits(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _status() -> int:
-    """Python itself would end with 1 after an exception: that something does not agree."""
+    """End with 70 after an exception: Python's own 1 would mean that a result does not agree."""
     try:
         code = main()
         sys.stdout.flush()

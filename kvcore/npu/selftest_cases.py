@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls that the self test makes: small, one a path through the NPU's operators."""
+"""The calls that the self test makes: one small call for each path through the NPU's operators."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ Two kinds of arrays live on a device: objects with ``__kvcore_device_array__`` (
 buffers) and torch_npu's tensors, taken by their data pointer.  Index arrays may also be on the
 host, where ``backend="aclnn"`` was named: they are copied to the device.
 
-What shapes and types decide is worked out once, with the Spec of such calls (``describe``); each
-plan adds where its arrays are (``place``).
+What follows from shapes and types alone is worked out once for a Spec (``describe``); each plan
+adds the addresses of its arrays (``place``).
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ ALIGNMENT = 32
 
 
 class Dims(NamedTuple):
-    """Type, shape and strides as aclCreateTensor counts them: elements, two of a packed type an
-    item.  scale: elements an item."""
+    """Type, shape and strides as aclCreateTensor takes them, counted in elements.
+
+    scale: elements in a stored item; 2 for packed types, else 1.
+    """
 
     kind: DType
     shape: list[int]
@@ -37,7 +39,7 @@ class Dims(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """One array of a call; what operators' rules read of it, and where its storage is.
+    """One array of a call: what the operators' rules read of it, and where its storage lies.
 
     dtype: of the stored items.  element: what the operator takes the items for.
     strides, dense: bytes; dense are those of a contiguous array of that shape.
@@ -115,13 +117,13 @@ _STATIC = Argument._fields.index("address")
 
 
 def dims_of(one: Argument, *, dense: bool = False) -> Dims:
-    """What an aclTensor is made of, but for the place; refuses types that ACL has not."""
+    """What an aclTensor is made of, without its address; refuses types that ACL does not have."""
     kind, item = one.element, one.itemsize
     if kind is None or kind.acl is None:
         fail(one.name, "a dtype that ACL has", one.dtype_name)
     scale = 2 if kind.packed else 1
     shape = list(one.shape)
-    # Those of an axis of one mean nothing here, and may be anything; CANN looks at them.
+    # The stride of an axis of length 1 may be any number, and CANN would check it.
     strides = [
         (stride if n > 1 and not dense else step) // item * scale
         for n, stride, step in zip(shape, one.strides, one.dense, strict=True)
@@ -189,7 +191,7 @@ def place(described: Sequence[Argument | None], plan: Plan) -> list[Argument | N
             base, nbytes, device_id = owner.base, owner.storage_bytes, owner.device_id
             key, host = getattr(owner, "key", None), getattr(owner, "host_address", None)
         where = (address, base, nbytes, device_id, key, host, source)
-        # (as Argument(...) does, without a frame of Python)
+        # the same as Argument(...), without a Python frame for __init__
         placed: Argument = tuple.__new__(Argument, one[:_STATIC] + where)
         if one.on_device:
             if first is None:
@@ -208,7 +210,7 @@ def place(described: Sequence[Argument | None], plan: Plan) -> list[Argument | N
 
 
 class _Tensor:
-    """What a tensor of torch_npu says of its storage."""
+    """The storage of a torch_npu tensor."""
 
     def __init__(self, tensor: Any) -> None:
         storage = tensor.untyped_storage()

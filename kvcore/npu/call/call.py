@@ -25,14 +25,14 @@ from kvcore.soc import SoC
 
 __all__ = ["INDEX_ARGUMENTS", "PLACEHOLDER_BYTES", "OperatorCall", "Placed", "optional", "required"]
 
-#: Memory behind a tensor that stands for no array.
+#: Device memory for a tensor that stands for an argument that was not given.
 PLACEHOLDER_BYTES = 64
-#: The arguments once those that had to be copied lie elsewhere.
+#: The arguments of a run, with the copies in place of the arrays that had to be copied.
 Placed = list[Argument | None]
 
 
 class OperatorCall:
-    """One operator's call; raises for what this SoC cannot be given.
+    """One operator's call to the NPU; making it raises for arguments that this SoC cannot take.
 
     It is made once for a Spec, from descriptions of the arguments, and reads the Spec's Case; each
     plan of that Spec takes a copy, with its own arrays (``bound``).
@@ -48,11 +48,11 @@ class OperatorCall:
     outputs: frozenset[str]
     #: Arguments whose values the call needs on the host in any case.
     host_values: tuple[str, ...] = ()
-    #: Whether it counts in the memory behind an argument; see counts_itself.
+    #: Whether the operator does its own address arithmetic; see ``counts_itself``.
     counts = False
 
     def __init__(self, plan: Plan, arguments: list[Argument | None], soc: SoC) -> None:
-        # Not the plan itself, which holds what holds this: its arrays must go when it goes.
+        # The plan is not kept: it holds this object, and its arrays must be freed with it.
         self.operator, _, self.params, _ = plan.request
         self.case: Any = plan.spec.case
         self.spec = plan.spec
@@ -82,7 +82,7 @@ class OperatorCall:
         return self.operator.arguments.index(name)
 
     def argument(self, name: str) -> Argument:
-        """An argument that this call has."""
+        """An argument by its name; this call must have it."""
         found = self.arguments[self.index_of(name)]
         assert found is not None
         return found
@@ -153,7 +153,7 @@ class OperatorCall:
         raise NotImplementedError
 
     def leave_empty(self, cann: Cann, stream: int) -> None:
-        """Queue what an empty call writes all the same."""
+        """Queue the writes of a call that has no tokens, where the operator has any."""
 
     def values(self, found: dict[str, Any]) -> None:
         """Take the host values that ``host_values`` asked for, as numpy arrays."""
@@ -169,7 +169,7 @@ class OperatorCall:
         return None
 
     def returned(self) -> Any:
-        """What the operator returns where that is no new array."""
+        """The return value of an operator that returns no new array."""
         return None
 
 
@@ -179,7 +179,7 @@ def optional(handles: TensorHandles, argument: Argument | None) -> int | None:
 
 
 def required(placed: Placed, index: int) -> Argument:
-    """An argument that the operator's rules have made sure of."""
+    """An argument that the operator's rules require, so it is not None."""
     found = placed[index]
     assert found is not None
     return found

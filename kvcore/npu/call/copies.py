@@ -28,7 +28,7 @@ __all__ = ["gather", "to_device", "to_host"]
 MAX_COPIES = 4096
 #: Bytes of a row and rows that aclrtMemcpy2dAsync takes at most.
 MAX_WIDTH, MAX_HEIGHT = 5_000_000, 5 << 20
-#: How a CANN says that it copies nothing in two dimensions within a device.
+#: The status by which CANN refuses two-dimensional copies within a device.
 NOT_WITHIN_A_DEVICE = (100000, 107000, 200001, 200006, 207000)
 
 
@@ -41,7 +41,7 @@ def gather(cann: Cann, argument: Argument, address: int, stream: int) -> None:
     source, kind = argument.address, ACL_MEMCPY_DEVICE_TO_DEVICE
     if argument.host_address is not None:
         source, kind = argument.host_address, ACL_MEMCPY_HOST_TO_DEVICE
-    # Rows that overlap, or lie backwards, have no pitch.
+    # Rows that overlap, or lie in reverse, cannot be given as a pitch.
     if pitch < run or run > MAX_WIDTH or rows > MAX_HEIGHT or not _in_two_dimensions(cann, kind):
         axes.append((rows, pitch))
         rows, pitch = 1, run

@@ -92,5 +92,5 @@ class DeviceArray:
             ).copy()
 
     def free(self) -> None:
-        """Give the memory back; the device must be done with it."""
+        """Free the memory; no work on the device may still use it."""
         self.memory.free()

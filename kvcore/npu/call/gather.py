@@ -43,18 +43,18 @@ class GatherCall(OperatorCall):
         return {"key_cache": 1, "value_cache": 1} if self.cache_mode == "Norm" else {}
 
     def may_copy(self, argument: Argument) -> bool:
-        """Not a whole cache at each call."""
+        """Everything but the caches, which would be copied whole at each call."""
         return not argument.name.endswith("_cache")
 
     def is_empty(self) -> bool:
-        """No tokens, no requests, or tokens without bytes."""
+        """Whether there are no tokens, no requests, or no bytes in a token."""
         outputs = [self.argument("key"), self.argument("value")]
         return self.argument("block_tables").shape[0] == 0 or all(one.size == 0 for one in outputs)
 
     def phase_one(
         self, handles: TensorHandles, placed: Placed, room: Room, answer: Argument | None
     ) -> list[Any]:
-        """In the operator's order; whether lengths are totals is never left to a default."""
+        """The arguments in the operator's order; is_seq_lens_cumsum is always passed."""
         return [
             handles.tensor(required(placed, KEY_CACHE)),
             handles.tensor(required(placed, VALUE_CACHE)),

@@ -45,7 +45,7 @@ CALLS: dict[str, type[OperatorCall]] = {
 }
 
 
-#: Sets of host values that a form keeps: as many runs of it may be under way in as many threads.
+#: Sets of host values that a form keeps for reuse; each run in progress takes one.
 MOST_SPARE = 4
 
 
@@ -94,14 +94,14 @@ class Form:
         self._spare: list[Values] = []
 
     def take_values(self) -> Values:
-        """Values for one run, to be given back behind it."""
+        """Take values for one run; ``give_back`` returns them after it."""
         try:
             return self._spare.pop()
         except IndexError:
             return Values(self.call)
 
     def give_values(self, values: Values) -> None:
-        """Let another run have them."""
+        """Return the values of a run, for another run to use."""
         if len(self._spare) < MOST_SPARE:
             self._spare.append(values)
 
@@ -132,7 +132,7 @@ class PreparedCall:
         self._cann = form.cann
         self._form = form
         self._call = call
-        # Bound now, so that a CANN without them says so before anything is launched.
+        # Look the functions up now, so that one which is missing is reported before any launch.
         self._phase_one = getattr(form.cann, call.function + PHASE_ONE)
         self._phase_two = getattr(form.cann, call.function)
         first = strange = None
@@ -161,7 +161,7 @@ class PreparedCall:
 
     def _queue(self, values: Values, room: Room, stream: int) -> Any:
         cann, call = self._cann, self._call
-        if room.keep is None:  # else a queue keeps what its launch uses
+        if room.keep is None:  # a runtime's queue keeps what its launches use
             for one in call.arguments:
                 if one is not None and one.on_device:
                     room.hold(self._owner.keeper(one))
@@ -274,7 +274,7 @@ class PreparedCall:
             reached = True
             self._phase_two(workspace, size.value, executor, stream)
         except BaseException as error:
-            # Phase two will not have it.  (An interrupt may come as soon as phase one is back.)
+            # Phase two was not reached, so the executor is still ours to destroy.
             made = sized or not isinstance(error, KVCoreError)
             if made and executor.value and not reached:
                 self._cann.status("aclDestroyAclOpExecutor")(executor)

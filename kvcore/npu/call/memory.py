@@ -69,7 +69,7 @@ def allocate(cann: Cann, device_id: int, nbytes: int) -> DeviceMemory:
     with cann.on_device(device_id):
         pointer = ctypes.c_void_p()
         try:
-            # Nothing at all is refused by CANN.
+            # CANN refuses an allocation of 0 bytes.
             cann.aclrtMalloc(ctypes.byref(pointer), max(nbytes, 1), ACL_MEM_MALLOC_HUGE_FIRST)
         except DeviceOutOfMemoryError as error:
             error.wanted = nbytes
@@ -130,7 +130,7 @@ class Pool:
                 cann.status("aclrtDestroyEvent")(event)
                 raise
         except KVCoreError:
-            # No event to be had: leave them to release(), which comes after a synchronise.
+            # No event could be made: release() frees the blocks after a synchronise.
             self._stuck += blocks
             return
         self._retired.append((event.value or 0, blocks))
@@ -140,7 +140,7 @@ class Pool:
 
         Raises nothing: what cannot be freed is no fault of the call that happens to come next.
         """
-        # Where one has not passed, nor have those behind it: a stream has one order.
+        # A stream runs in order, so where one event is pending, the later ones are too.
         while self._retired and self._has_passed(self._retired[0][0]):
             event, blocks = self._retired.popleft()
             with contextlib.suppress(KVCoreError):
@@ -227,7 +227,7 @@ Keep = Callable[[Any], object]
 
 
 class _HeldArray:
-    """An array that a launch uses; to "free" it is to let it go."""
+    """An array that a launch uses; ``free`` drops the reference to it."""
 
     def __init__(self, array: Any) -> None:
         self._array = array

@@ -37,7 +37,7 @@ class Owner:
         raise NotImplementedError
 
     def keeper(self, one: Argument) -> object:
-        """What keeps an array's memory, for a launch to hold; None where nothing need."""
+        """The object that keeps an array's memory alive, for a launch to hold; None: not needed."""
         return None
 
     def room(self, cann: Cann, stream: int, keep: Keep | None) -> Room:
@@ -76,11 +76,11 @@ class BufferOwner(Owner):
     """
 
     def stream(self) -> int:
-        """The one that the buffer names."""
+        """The stream that the buffer names."""
         return int(self.like.source.__kvcore_device_array__.stream)
 
     def keeper(self, one: Argument) -> object:
-        """What the array names as its memory's owner; else the array itself."""
+        """The owner that the array names for its memory, or the array itself."""
         owner: object = getattr(one.source, "__kvcore_owner__", one.source)
         return owner
 
@@ -143,7 +143,7 @@ class TorchRoom(Room):
         self._tensors: list[Any] = []
 
     def hold(self, array: Any) -> None:
-        """Nothing: torch gives memory back in stream order."""
+        """None: torch reuses memory in stream order, so nothing has to be held."""
 
     def take(self, purpose: str, nbytes: int) -> int:
         """Bytes that only work on this launch's stream touches."""

@@ -65,7 +65,7 @@ class ScatterCall(OperatorCall):
         return self.counts and argument.name in ("key", "value")
 
     def prepare(self) -> None:
-        """What follows from the arguments once they are accepted."""
+        """What follows from the arguments after they were accepted."""
         sources = [self.arguments[KEY], self.arguments[VALUE]]
         sizes = [one.size for one in sources if one is not None]
         if 0 in sizes and any(sizes):
@@ -76,8 +76,10 @@ class ScatterCall(OperatorCall):
                 self.arguments[VALUE] = self._rows(VALUE, VALUE_CACHE)
 
     def _rows(self, source: int, cache: int) -> Argument:
-        """A view of a fused buffer as CANN wants it described: contiguous [T, H, D] from its first
-        element on, whatever its strides."""
+        """A view of a fused buffer as CANN expects it: contiguous [T, H, D] from its first element.
+
+        Nct's strides and offsets count from there, whatever strides the view has.
+        """
         flat, pages = self.arguments[source], self.arguments[cache]
         assert flat is not None
         assert pages is not None
@@ -110,13 +112,13 @@ class ScatterCall(OperatorCall):
         return lens.seen_as(shape, dense_strides(shape, lens.itemsize))
 
     def is_empty(self) -> bool:
-        """No tokens, none with bytes, or caches without a slot (so every slot is negative)."""
+        """Whether no bytes move: no tokens, empty tokens, or caches without a slot."""
         return 0 in [self.argument(name).size for name in ("slot_mapping", "key", "key_cache")]
 
     def phase_one(
         self, handles: TensorHandles, placed: Placed, room: Room, answer: Argument | None
     ) -> list[Any]:
-        """Note the order: the value comes behind the slots."""
+        """The arguments in the operator's order, in which the value follows the slots."""
         key = required(placed, KEY)
         if self.key_only:
             place = room.take("no value", PLACEHOLDER_BYTES)
@@ -150,12 +152,12 @@ class KeyScatterCall(ScatterCall):
     outputs = frozenset({"key_cache"})
 
     def _free_axes(self) -> dict[str, int]:
-        return {}  # nothing is known of what its kernels honour
+        return {}  # which strides its kernels honour is not known
 
     def phase_one(
         self, handles: TensorHandles, placed: Placed, room: Room, answer: Argument | None
     ) -> list[Any]:
-        """Key, cache, slots, what compression needs, mode."""
+        """The arguments in the operator's order: key, cache, slots, compression, mode."""
         return [
             handles.tensor(required(placed, KEY)),
             handles.tensor(required(placed, KEY_CACHE)),

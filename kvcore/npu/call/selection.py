@@ -48,27 +48,27 @@ class SelectionCall(OperatorCall):
         self.ask_the_table()
 
     def may_copy(self, argument: Argument) -> bool:
-        """Not a whole cache at each call."""
+        """Everything but the caches, which would be copied whole at each call."""
         return not argument.name.startswith("full_k_rope") and argument.name != "full_kv_cache"
 
     def is_empty(self) -> bool:
-        """No rows, or rows that want nothing."""
+        """Whether there are no rows, or rows with a top-k of 0."""
         return self.argument("selection_topk_indices").size == 0
 
     def leave_empty(self, cann: Cann, stream: int) -> None:
-        """Rows that want nothing hold nothing: with a top-k of 0, status is their lengths alone."""
+        """With a top-k of 0 the status holds only the lengths, which become 0."""
         status = self.argument("selection_kv_block_status")
         if status.nbytes:
             cann.aclrtMemsetAsync(status.address, status.nbytes, 0, status.nbytes, stream)
 
     def answer_rows(self) -> int:
-        """A length for every row of the table; 0 past those of the call."""
+        """The number of rows of the table: each gets a length, 0 where the call has no such row."""
         return self.argument("selection_kv_block_table").shape[0]
 
     def phase_one(
         self, handles: TensorHandles, placed: Placed, room: Room, answer: Argument | None
     ) -> list[Any]:
-        """In the operator definition's order; the block size is passed by value."""
+        """The arguments in the order of the operator's definition; the block size goes by value."""
         cache = required(placed, CACHE)
         assert answer is not None
         assert cache.element is not None

@@ -22,7 +22,7 @@ __all__ = ["TensorHandles"]
 
 
 class TensorHandles:
-    """What a call has made; leaving the block destroys it all, in reverse."""
+    """The handles that a call has made; leaving the block destroys them, last one first."""
 
     def __init__(self, cann: Cann) -> None:
         self._cann = cann

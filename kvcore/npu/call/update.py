@@ -71,7 +71,7 @@ class UpdateCall(OperatorCall):
     def phase_one(
         self, handles: TensorHandles, placed: Placed, room: Room, answer: Argument | None
     ) -> list[Any]:
-        """Key only: 0-dim tensors in the value's place."""
+        """The arguments of a key-only scatter: 0-dim tensors stand in the value's place."""
         past, new = required(placed, PAST), required(placed, NEW_KV)
         assert past.element is not None
         _, batch, max_seq, hidden = past.shape

@@ -44,7 +44,7 @@ class Values:
                 self.copies[i] = np.empty(one.shape, f"i{one.itemsize}")
                 if not one.on_device:
                     self.on_host.append(i)
-        # The rules about values need no other array.
+        # The rules about values read these arrays only.
         arrays = tuple([self.copies.get(i) for i in range(len(call.arguments))])
         self._shadow = call.operator.plan_of_values(call.spec, arrays, call.params)
 

@@ -55,7 +55,7 @@ class Cann:
         self._homes: dict[str, LoadedLibrary | None] = {}
         self._unchecked: dict[str, Callable[..., int]] = {}
         self._soc: socs.SoC | None = None
-        #: Within a device, that is; False once it was refused.
+        #: Whether copies within a device may have two dimensions; False once CANN refused one.
         self.copies_in_two_dimensions = True
 
     def __repr__(self) -> str:
@@ -69,18 +69,18 @@ class Cann:
         return function
 
     def status(self, name: str) -> Callable[..., int]:
-        """That function without a check: what it returns is its status."""
+        """The C function of that name, unchecked: it returns its status instead of raising."""
         found = self._unchecked.get(name)
         if found is None:
             found = self._unchecked[name] = self._bind(name, checked=False)
         return found
 
     def has(self, name: str) -> bool:
-        """Whether this CANN has that function."""
+        """Whether this CANN has a C function of that name."""
         return self._home(name) is not None
 
     def operators(self) -> list[LoadedLibrary]:
-        """The operator libraries, loaded now if they were not."""
+        """The operator libraries; the first call loads them."""
         with self._lock:
             if self._operators is None:
                 self._meta = self.search.meta(self.runtime)
@@ -141,7 +141,7 @@ class Cann:
         return function
 
     def recent_error(self) -> str:
-        """What CANN said of the last failure in this thread; asking clears it."""
+        """CANN's text about the last failure in this thread; reading it clears it."""
         if self._home("aclGetRecentErrMsg") is None:
             return ""
         # The pointer is valid until the next call only: ctypes copies the bytes at once.
@@ -153,8 +153,8 @@ class Cann:
 
         Every call needs it.  Afterwards the thread is where it was: the caller's other work, by
         torch_npu or anybody, may be on another device.  A thread that had none keeps this one.
-        giving_back: ask twice, and run the block even when the device cannot be set, as what it
-        gives back would be lost otherwise; if that matters its calls fail too.
+        giving_back: for blocks that free things.  Setting the device is tried twice, and the block
+        runs even when it fails, since what it frees would be lost otherwise.
         """
         return OnDevice(self, device_id, giving_back)
 
@@ -169,7 +169,7 @@ class Cann:
         """The context of this OS thread; 0 where it has none."""
         found = ctypes.c_void_p()
         if self.status("aclrtGetCurrentContext")(ctypes.byref(found)) != ACL_SUCCESS:
-            self.recent_error()  # leave no text behind that would be taken for another's
+            self.recent_error()  # clear the text, or the next failure would show it
             return 0
         return found.value or 0
 
@@ -195,24 +195,24 @@ class Cann:
             )
 
     def device_count(self) -> int:
-        """Devices this process may use."""
+        """The number of devices this process may use."""
         count = ctypes.c_uint32(0)
         self.aclrtGetDeviceCount(ctypes.byref(count))
         return count.value
 
     def soc_name(self) -> str:
-        """What aclrtGetSocName says (of device 0, where there are several)."""
+        """The SoC's name as aclrtGetSocName returns it: that of device 0."""
         text: Any = self.aclrtGetSocName()
         return text.decode(errors="replace") if text else ""
 
     def arch(self, device_id: int = 0) -> int | None:
-        """The device's NpuArch; None where the runtime does not say."""
+        """The device's NpuArch number; None where the runtime has no way to ask for it."""
         value = ctypes.c_int64(0)
         if not self.has("aclrtGetDeviceInfo"):
             return None
         ask = self.status("aclrtGetDeviceInfo")
         if ask(device_id, ACL_DEV_ATTR_NPU_ARCH, ctypes.byref(value)) != ACL_SUCCESS:
-            self.recent_error()  # leave no text behind that would be taken for another's
+            self.recent_error()  # clear the text, or the next failure would show it
             return None
         return value.value
 
@@ -270,7 +270,7 @@ class OnDevice:
 
     def __exit__(self, *_: object) -> None:
         cann, before = self._cann, self._before
-        # What has failed in the block is what is reported, or else the next call reports it.
+        # An error of the block is the one to report; a context that is lost shows at the next call.
         if (
             before
             and cann.context() != before
@@ -357,7 +357,7 @@ def _looked(search: Search) -> str:
 
 
 def proven() -> Cann | None:
-    """The CANN of which why_not() has found nothing amiss in this process before; None: none."""
+    """The CANN that ``why_not`` has found usable in this process; None before that."""
     found = _proven
     return found if found is not None and found is _cann and found.pid == os.getpid() else None
 
@@ -384,7 +384,7 @@ def why_not() -> str | None:
 
 
 def last_search() -> Search | None:
-    """What the last search looked at; None before the first."""
+    """The last search for libraries; None before the first."""
     return _search
 
 

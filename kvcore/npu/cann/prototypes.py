@@ -196,7 +196,7 @@ def _line(name: str) -> str:
 
 
 def is_known(name: str) -> bool:
-    """Whether a table has that function."""
+    """Whether a table here has the function."""
     return name in RUNTIME or name in META or name in OPERATORS
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was looked for on this machine, where, and what came of it."""
+"""A report of this machine's CANN: the libraries looked for, where, and what was found."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIONAL = {
 
 
 def details() -> dict[str, Any]:
-    """A dict of plain values; never raises. Loads CANN if it is there."""
+    """The report as a dict of plain values; never raises. Loads CANN if there is one."""
     reason = library.why_not()
     search = library.last_search()
     found: dict[str, Any] = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where CANN's libraries may be, and what became of each place that was looked at.
+"""The search for CANN's libraries: where they may be, and what was found in each place.
 
 Order: the environment's homes, the usual installation folders, then the linker's own path; in a
 home ``lib64`` and ``<arch>-linux/lib64``.  ``devlib`` is never looked at: its libraries have the
@@ -29,7 +29,7 @@ from kvcore.npu.cann.trust import TRUST, Opened, Refused, opened
 __all__ = ["ENVIRONMENT", "SETTINGS", "LoadedLibrary", "Search"]
 
 ENVIRONMENT = "KVCORE_ACLNN_LIBRARY_PATH"
-#: Whatever changes where libraries are found.
+#: Environment variables that decide where libraries are found.
 SETTINGS = (
     ENVIRONMENT,
     "ASCEND_HOME_PATH",
@@ -63,13 +63,13 @@ class LoadedLibrary:
     handle: ctypes.CDLL
 
     def has(self, name: str) -> bool:
-        """Whether it, or what it was linked with, exports that name."""
+        """Whether the library, or one that it was linked with, exports the name."""
         return hasattr(self.handle, name)
 
 
 @dataclass
 class Search:
-    """One look for the libraries; ``tried``: what was looked at, in order, and what came of it."""
+    """One search; ``tried`` lists what was looked at, in order, and the outcome of each."""
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     tried: list[tuple[str, str]] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Search:
             yield home / f"{platform.machine()}-linux" / "lib64"
 
     def runtime(self) -> LoadedLibrary | None:
-        """The ACL runtime, or None."""
+        """The library of the ACL runtime, loaded; None when there is none."""
         names = RUNTIME_NAMES
         if "torch_npu" in sys.modules and not self.given:
             # Use the very library that it has loaded.
@@ -169,7 +169,7 @@ class Search:
         return found
 
     def _owners(self, path: Path) -> set[int]:
-        """Owners of the trees of CANN that the path is in."""
+        """The owners of the CANN installations that the path lies in."""
         roots = self.given or [*self.homes(), *self._opp()]
         with_it = (root for root in roots if path.is_relative_to(root))
         owners = set()
@@ -219,7 +219,7 @@ class Search:
                 return
 
     def opp_path(self, runtime: LoadedLibrary) -> str | None:
-        """What ASCEND_OPP_PATH must be and is not; None when it is set or cannot be known."""
+        """The value that ASCEND_OPP_PATH must have; None when it is set or cannot be found out."""
         named = self.environ.get("ASCEND_OPP_PATH", "").strip()
         if self.given or named or os.sep not in runtime.path:
             return None
@@ -241,7 +241,7 @@ class Search:
             key, _, value = line.partition("=")
             if key.strip() == "load_priority":
                 names = [name.strip() for name in value.split(",")]
-                # The name of a folder next to the file, and nothing that leads elsewhere.
+                # Only the name of a folder next to the file: a path could lead elsewhere.
                 return [n for n in names if n and os.sep not in n and n not in (".", "..")]
         return []
 
@@ -253,7 +253,7 @@ def _load(file: Opened, mode: int, name: str) -> ctypes.CDLL:
         raise Refused(str(error).replace(file.loadable, name)) from error
     if not file.is_still_there():
         raise Refused("not used: it was exchanged while it was looked at")
-    # The linker knows libraries by name: this one's must not come to mean another file.
+    # The linker finds loaded libraries by path, so this path must keep meaning this file.
     file.keep = not file.stable
     return library
 
@@ -268,5 +268,5 @@ def _linker_folders() -> tuple[Path, ...]:
     for pair in pairs:
         name, _, value = os.fsdecode(pair).partition("=")
         if name == "LD_LIBRARY_PATH" and value:
-            return tuple(map(Path, re.split("[:;]", value)))  # an empty one is where one is
+            return tuple(map(Path, re.split("[:;]", value)))  # "": the working folder
     return ()

@@ -24,7 +24,7 @@ from pathlib import Path
 
 __all__ = ["TRUST", "Opened", "Refused", "opened"]
 
-#: Files and folders, with colons between, of which all is allowed.
+#: The variable that names trusted files and folders, separated by colons.
 TRUST = "KVCORE_ACLNN_TRUST"
 
 
@@ -37,7 +37,7 @@ class Opened:
     """A file that may be loaded.
 
     handle: its descriptor; path: its real path; stable: no stranger can exchange it.
-    keep:   to be set where the descriptor is needed for good.
+    keep:   set to True to leave the descriptor open for the life of the process.
     """
 
     handle: int

@@ -6,8 +6,8 @@ Opening and closing
 CANN is initialised once for the process by ``library``, and never finalised: another part of the
 process (torch_npu) may use it.  A device opens nothing before its block is entered.  Closing goes
 from what uses to what is used: the watch, the workers, every stream waited for, graphs, streams,
-events, memory.  Each handle is taken from its book before it is given back, so neither an error in
-the middle nor a second attempt gives one back twice.  What goes wrong on the way does not stop the
+events, memory.  Each handle is taken off its list before it is destroyed, so neither an error in
+the middle nor a second attempt destroys one twice.  What goes wrong on the way does not stop the
 rest; it is raised when nothing else is and no failure came before (after a fault on the device
 nearly every call fails).
 
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AclDriver"]
 
-#: Seconds that an allocation waits for work that holds memory, when there is no other.
+#: Seconds that an allocation waits for work in flight to free memory, when there is none left.
 RECLAIM_S = 0.2
 
 
@@ -103,7 +103,7 @@ class AclDriver(Driver):
         Raises ParamInvalidError for the model clock and another SoC's profile, and
         BackendUnavailableError, saying why, where there is no NPU.
         """
-        if isinstance(clock, str) and clock == "model":  # whatever else is no clock, others say
+        if isinstance(clock, str) and clock == "model":  # others are refused later
             raise ParamInvalidError(
                 "clock: expected 'wall' on backend 'aclnn', got 'model'; an NPU keeps its own time",
                 argument="clock",
@@ -176,24 +176,24 @@ class AclDriver(Driver):
 
     def direct_stream(self) -> int:
         """The handle for an operator that is called, not launched, with arrays of this device."""
-        lane: AclLane = self.core.default_queue().lane  # (a worker may be who asks)
+        lane: AclLane = self.core.default_queue().lane  # the caller may be a worker
         lane.shared = True
         return lane.flight.handle
 
     def until(self, marks: Sequence[Mark], *, timed: bool = True) -> Iterator[Waitable]:
-        """Rings of the hardware, and the watch."""
+        """Wait by the hardware's rings and the watch; see ``watch``."""
         return self.watch.until(marks)
 
     def wait_for(self, mark: Mark, seconds: float | None = None, *, timed: bool = True) -> None:
-        """By the hardware's own waits, a slice of time after the other."""
+        """Wait in CANN's own synchronisation, one slice of time after the other."""
         self.watch.wait_for(mark, seconds)
 
     def look(self, mark: Mark) -> bool:
-        """By asking for the mark's event."""
+        """Query the mark's event."""
         return self.watch.look(mark)
 
     def reached(self) -> None:
-        """Free what only the work held."""
+        """Free memory that only finished work held."""
         with self.bind():
             self.heap.collect()
 
@@ -204,8 +204,8 @@ class AclDriver(Driver):
         record_of(self.core.executor, mark).resolve(failure, dropped=failure is None)
 
     def time_of(self, mark: Mark) -> float | None:
-        """When the host learnt of it."""
-        self.look(mark)  # the hardware may not have been asked yet
+        """The time at which the host learnt that the mark was reached."""
+        self.look(mark)  # its event may not have been queried yet
         return super().time_of(mark)
 
     def elapsed(self, start: Mark, end: Mark) -> float:
@@ -217,10 +217,10 @@ class AclDriver(Driver):
             return found.value
 
     def begin_capture(self) -> None:
-        """BackendUnavailableError ("not in this CANN") where aclmdlRI* is missing."""
+        """Raise BackendUnavailableError ("not in this CANN") where aclmdlRI* is missing."""
         for name in NEEDED:
             if not self.cann.has(name):
-                getattr(self.cann, name)  # raises: it is not in this CANN
+                getattr(self.cann, name)  # raises BackendUnavailableError
 
     def capture(self, steps: Sequence[Step], queues: Sequence[Queue]) -> Program:
         """A graph of the NPU's own."""
@@ -239,7 +239,7 @@ class AclDriver(Driver):
         return free.value, total.value
 
     def take(self, space: str, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Memory of CANN's; waits a little for work that holds some when there is no other."""
+        """Allocate by CANN; when memory is exhausted, wait a little for work that holds some."""
         with self.bind():
             heap = self.heap
             heap.collect()
@@ -253,7 +253,7 @@ class AclDriver(Driver):
                 raise self._exhausted(space, nbytes, error) from error
 
     def _reclaim(self) -> None:
-        """Give the work under way a little time, and free what only that held."""
+        """Wait a little for the work in flight, and free memory that only it held."""
         end = time.monotonic() + RECLAIM_S
         for lane in list(self.lanes):
             # A worker must not wait for the queue that it is in.
@@ -279,7 +279,7 @@ class AclDriver(Driver):
         return error
 
     def scratch(self, space: str, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Memory of an operation under way: it goes with its last array."""
+        """Memory for an operation in flight; freed with the last array over it."""
         if space == "host":
             return self.heap.staging(nbytes)
         return self.take(space, nbytes)
@@ -287,7 +287,7 @@ class AclDriver(Driver):
     def refuse(self, argument: str, owner: object) -> None:
         """Raise for memory that a kernel here must not touch; tensors of this NPU it may."""
         if not isinstance(owner, Buffer) and getattr(owner, "is_npu", False) is True:
-            # A tensor of torch_npu: the operators look at the rest themselves.
+            # A tensor of torch_npu: the operators check everything else about it.
             number = getattr(owner, "device", None)
             number = getattr(number, "index", None) or 0
             if number != self.device_id:
@@ -342,4 +342,4 @@ def _profile(profile: str | DeviceProfile | None, found: str) -> str | DevicePro
             seen=name,
             expected=found,
         )
-    return profile  # Settings knows what is none
+    return profile  # Settings refuses what is no profile

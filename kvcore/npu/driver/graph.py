@@ -176,7 +176,7 @@ class AclProgram:
         """An operation could not be captured: join the forks, end the capture, throw it away."""
         driver, cann = self._driver, self._driver.cann
         for fork in forks:
-            with contextlib.suppress(KVCoreError):  # the end will fail, but end it will
+            with contextlib.suppress(KVCoreError):  # the end fails, but it ends
                 event = driver.events.make(timing=False)
                 made.append(event)
                 cann.aclrtRecordEvent(event, fork)
@@ -219,7 +219,7 @@ class _Replay(Handover):
         cann = lane.npu.cann
         with lane.npu.bind(), lane.flight.using(self._losses) as handle:
             if not handle or not lane.flight.took(self, self._losses):
-                return  # behind a failure that the queue has not heard of yet
+                return  # there was a failure that the queue does not have yet
             with program.turn:
                 cann.aclrtStreamWaitEvent(handle, program.event)
                 cann.aclmdlRIExecuteAsync(program.model, handle)

@@ -33,7 +33,7 @@ class Handles:
             handle = found.value or 0
             self._live.add(handle)
             if cann.has("aclrtSetStreamFailureMode"):
-                # What is queued behind a fault must not run on what the fault left.
+                # Work queued behind a fault must not run on the bytes that the fault left.
                 try:
                     cann.aclrtSetStreamFailureMode(handle, constants.ACL_STOP_ON_FAILURE)
                 except BaseException:
@@ -42,7 +42,7 @@ class Handles:
             return handle
 
     def discard(self, handle: int) -> list[KVCoreError]:
-        """Destroy a stream whose work is of no use any more; what went wrong."""
+        """Destroy a stream whose work is not needed any more; returns the errors met."""
         cann = self._cann
         if handle not in self._live:
             return []
@@ -67,7 +67,7 @@ class Handles:
             errors.append(bare(error))
 
     def settle(self) -> list[KVCoreError]:
-        """Wait until every stream has done its work; what went wrong."""
+        """Wait until every stream has done its work; returns the errors met."""
         errors: list[KVCoreError] = []
         for handle in sorted(self._live):
             try:
@@ -77,7 +77,7 @@ class Handles:
         return errors
 
     def close(self, *, forced: bool = False) -> list[KVCoreError]:
-        """Destroy every stream, forced ones with what they wait for; what went wrong."""
+        """Destroy every stream; forced: give up their work first.  Returns the errors met."""
         errors: list[KVCoreError] = []
         if forced:
             for handle in sorted(self._live):

@@ -81,7 +81,7 @@ class Heap:
         self._spare: dict[int, list[Piece]] = {}
         self._spare_bytes = 0
         self._closed = False
-        # Workers and hosts take and give back; the collector may do so within either.
+        # Workers and hosts allocate and free; garbage collection may free within either.
         self._lock = threading.RLock()
         self._errors: list[KVCoreError] = []
         self._process = os.getpid()

@@ -109,7 +109,7 @@ class HostCall:
         enter(executor, calling)
         try:
             self._fn(*self._args)
-        except BaseException as error:  # whatever it is, it must not leave through C
+        except BaseException as error:  # no exception may leave through the C caller
             failure = Failure(error, lane.name, self.name)
             executor.failures.append(failure)
         finally:

@@ -42,7 +42,7 @@ __all__ = ["AclLane"]
 FLIGHT = 256
 #: Seconds between two looks for a failure by a host that polls.
 PATIENCE_S = 0.05
-#: Milliseconds of a synchronisation that is made only to be told of a failure by CANN.
+#: Milliseconds of a synchronisation that is made only to have CANN report a failure.
 GLANCE_MS = 1
 
 
@@ -88,7 +88,7 @@ class AclLane(Lane):
         )
 
     def prepare(self, kind: int, target: Any, args: Any, us: float) -> tuple[Any, Mark | None]:
-        """What hands the operation over; errors of that reach the host at a synchronise."""
+        """Make what hands the operation over; its errors reach the host at a synchronise."""
         self._tail = None
         if isinstance(target, Handover):
             return target, None
@@ -157,7 +157,7 @@ class AclLane(Lane):
                 if handle:
                     npu.cann.aclrtStreamWaitEvent(handle, record.handle)
                     self.flight.took(Dependency(record), losses)
-        except BaseException as error:  # reported to the host as any failure is
+        except BaseException as error:  # reported to the host like any failure
             fail(executor, self.queue, Failure(bare(error), self.name, "wait_event"))
         return _nothing
 

@@ -66,7 +66,7 @@ class Events:
         return handle
 
     def drop(self, handles: Iterable[int]) -> list[KVCoreError]:
-        """Destroy events that nothing waits for any more; what went wrong."""
+        """Destroy events that nothing waits for any more; returns the errors met."""
         errors: list[KVCoreError] = []
         for handle in handles:
             if handle not in self._all:
@@ -79,7 +79,7 @@ class Events:
         return errors
 
     def close(self) -> list[KVCoreError]:
-        """Destroy every event; what went wrong."""
+        """Destroy every event; returns the errors met."""
         for idle in self._idle:
             idle.clear()
         return self.drop(list(self._all))

@@ -209,7 +209,7 @@ class HardwareWatch:
                         self._look_at_held(seen)
                     elif not record.look():
                         record.lane.look_for_failure(seen)
-            except BaseException as error:  # it must reach those who wait, whatever it is
+            except BaseException as error:  # any error must reach the tasks that wait
                 record.lane.lose(error, losses=record.losses)
         return not watched.rung.pending
 

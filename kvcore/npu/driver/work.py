@@ -49,12 +49,12 @@ class Work(Handover):
         lane = self._lane
         with lane.npu.bind(), lane.flight.using(self._losses) as handle:
             if not handle:
-                return  # behind a failure that the queue does not have yet
+                return  # there was a failure that the queue does not have yet
             try:
                 self.hand_over(handle, lane.flight.took)
             except KVCoreError as error:
                 if error.code is not None and status.is_sticky(error.code):
-                    # An earlier fault that this call happened to report: nothing in flight is sure.
+                    # This call reported an earlier fault, so nothing in flight can be relied on.
                     lane.give_up(Failure(bare(error), lane.name, self.name))
                 raise
             lane.look_around()
