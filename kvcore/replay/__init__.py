@@ -3,6 +3,7 @@
 
     traces     requests, their tokens and the rows they choose: read from files or generated
     models     models as data: what a token keeps, and what a step costs
+    deployments  what a step takes of a model on one device, in one set-up and software
     serving    what is scheduled, and what is really moved
     clock      times of steps from figures, without running them
     report     what a replay found: data, tables, pages, comparisons
@@ -17,6 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvcore.replay.deployments.deployment import DEPLOYMENTS, Deployment
     from kvcore.replay.models.profile import MODELS, ModelFigure, ModelProfile, ModelShape
     from kvcore.replay.options import OffloadOptions
     from kvcore.replay.report.offloaded import OffloadReport
@@ -33,10 +35,16 @@ if TYPE_CHECKING:
     from kvcore.replay.traces.ids import hit_rate, read_ids, write_ids
     from kvcore.replay.traces.reader import TraceRequest, read_trace
     from kvcore.replay.traces.synthetic import generate_trace
-    from kvcore.replay.traces.synthetic_ids import ScoreModel, TurnoverIds, score_trace
+    from kvcore.replay.traces.synthetic_ids import (
+        ScoreIds,
+        ScoreModel,
+        TurnoverIds,
+        score_trace,
+    )
 
 #: Module -> the names that it has for users.
 _HOMES = {
+    "deployments.deployment": ("DEPLOYMENTS", "Deployment"),
     "models.profile": ("MODELS", "ModelFigure", "ModelProfile", "ModelShape"),
     "options": ("OffloadOptions",),
     "report.offloaded": ("OffloadReport",),
@@ -53,13 +61,15 @@ _HOMES = {
     "traces.ids": ("hit_rate", "read_ids", "write_ids"),
     "traces.reader": ("TraceRequest", "read_trace"),
     "traces.synthetic": ("generate_trace",),
-    "traces.synthetic_ids": ("ScoreModel", "TurnoverIds", "score_trace"),
+    "traces.synthetic_ids": ("ScoreIds", "ScoreModel", "TurnoverIds", "score_trace"),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "DEPLOYMENTS",
     "LAYOUTS",
     "MODELS",
+    "Deployment",
     "Mismatch",
     "ModelFigure",
     "ModelProfile",
@@ -75,6 +85,7 @@ __all__ = [
     "ReplayReport",
     "Resident",
     "Scheduler",
+    "ScoreIds",
     "ScoreModel",
     "Strategy",
     "TraceRequest",

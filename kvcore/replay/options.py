@@ -128,7 +128,7 @@ class OffloadOptions:
     """Options of a replay with the full cache on the host; ``docs/replay.md`` says what each does.
 
     pool:       entries of a request and group on the device; None: four times the top-k.
-    device:     "A2", "A3", "950", or the path of a profile.
+    device:     "A2", "A3", "950", or the path of a profile; None: the deployment's, else "A3".
     batch:      requests at a time; drafts: draft tokens of each a step.
     accept:     the chance that a draft stands, when those before it do.
     prefill_tokens_per_s: of the device; None: another device computes prompts.
@@ -158,7 +158,10 @@ class OffloadOptions:
         high=2**28 - 1, said="4 times what a step selects", only="offload", axis=True,
         nullable=True,
     )  # fmt: skip
-    device: str = option("A3", "offload", "A2, A3, 950 or a .toml", only="offload", axis=True)
+    device: str | None = option(
+        None, "offload", "A2, A3, 950 or a .toml", only="offload", axis=True, nullable=True,
+        said="A3, or the deployment's",
+    )  # fmt: skip
     batch: int = option(
         32, "serving", "requests that run at a time", kind="integer", low=1, high=4096,
         flags=("--batch", "--max-batch"), axis=True,
@@ -306,6 +309,12 @@ class CommandOptions:
         "a model's name (docs/replay.md lists them), or a .toml or config.json file; the figures"
         " below replace the model's",
         said="tiny; tiny-sparse with offload",
+    )  # fmt: skip
+    deployment: str | None = option(
+        None, "offload",
+        "where all times come from: a deployment's name (docs/predicting.md lists them) or .toml"
+        " file, which says the model and the device",
+        metavar="NAME", said="what model and device say", only="offload",
     )  # fmt: skip
     prefill: str = option(
         "device", "offload", "none: another device computes the prompts",

@@ -19,12 +19,13 @@ from typing import Any
 
 from kvcore.errors import BackendUnavailableError, KVCoreError, ParamInvalidError, fail
 from kvcore.files import write_whole
+from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
 from kvcore.replay.options import axes as axes_of_options
 from kvcore.replay.report.comparison import read_report
 from kvcore.replay.report.offloaded import SCHEMA
-from kvcore.replay.serving.fit import fit
+from kvcore.replay.serving.fit import deployment_of, fit
 from kvcore.replay.serving.replay import OffloadReplay
 from kvcore.replay.sweep_workers import Workers
 from kvcore.replay.traces.reader import TraceRequest
@@ -95,7 +96,7 @@ def _is_whole(report: dict[str, Any]) -> bool:
 def grid(
     axes: Sequence[str],
     options: OffloadOptions,
-    model: ModelProfile,
+    model: ModelProfile | Deployment,
     requests: Sequence[TraceRequest],
     folder: Path,
 ) -> list[Point]:
@@ -135,8 +136,8 @@ def grid(
             fit(model, own)
         except ValueError as error:
             fail("sweep", f"points that can be run, {label} among them", str(error))
-        figures = {key: (f.value, f.basis) for key, f in model.figures.items()}
-        said = repr((model.name, figures, asdict(own), trace))
+        deployment = deployment_of(model, own)
+        said = repr((deployment.name, deployment.digest, asdict(own), trace))
         key = hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
         points.append(Point(label, own, folder / f"{_file_name(label, key, names)}.json", key))
     return points
@@ -152,7 +153,7 @@ def _file_name(label: str, key: str, taken: set[str]) -> str:
 
 
 def run_point(
-    point: Point, model: ModelProfile, requests: Sequence[TraceRequest]
+    point: Point, model: ModelProfile | Deployment, requests: Sequence[TraceRequest]
 ) -> dict[str, Any]:
     """Run one point and write its report."""
     report = OffloadReplay(requests, model, point.options).run().to_dict()
@@ -163,7 +164,7 @@ def run_point(
 
 def run_processes(
     points: Sequence[Point],
-    model: ModelProfile,
+    model: ModelProfile | Deployment,
     requests: Sequence[TraceRequest],
     jobs: int,
     stop: Callable[[], bool] = lambda: False,
@@ -200,7 +201,7 @@ def _done(points: Sequence[Point], left: list[Point]) -> Iterator[tuple[Point, d
 def run_on_ray(
     address: str,
     points: Sequence[Point],
-    model: ModelProfile,
+    model: ModelProfile | Deployment,
     requests: Sequence[TraceRequest],
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[Point, dict[str, Any]]]:
@@ -261,7 +262,9 @@ def _of_ray(expected: str) -> Iterator[None]:
 
 
 def _report_of(
-    options: OffloadOptions, key: str, shared: tuple[ModelProfile, Sequence[TraceRequest]]
+    options: OffloadOptions,
+    key: str,
+    shared: tuple[ModelProfile | Deployment, Sequence[TraceRequest]],
 ) -> dict[str, Any]:
     model, requests = shared
     report = OffloadReplay(requests, model, options).run().to_dict()

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a decode step computes, by the figures of a model: contexts in, microseconds out.
+"""How long a decode step computes, by a deployment's figures: contexts in, microseconds out.
 
-``step_fixed + sum over requests of (step_request + step_attended * min(context, top-k)
-+ step_indexed * context)``; the parts of a request grow with the tokens that it writes in a step,
-when drafts are not as many as the figures are of.  Moving rows is not in it (`StepClock`).
+By the linear figures of its model ``step_fixed + sum over requests of (step_request
++ step_attended * min(context, top-k) + step_indexed * context)``; the parts of a request grow with
+the tokens that it writes in a step, when drafts are not as many as the figures are of.  By a table
+of measured steps, where the deployment has one: at the batch and the mean context, which its
+drafts are part of.  Moving rows is not in it (`StepClock`, `InOrderClock`).
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.replay.models.profile import ModelProfile
+from kvcore.replay.deployments.deployment import Deployment
+from kvcore.replay.models.profile import STEP, ModelProfile
 
 __all__ = ["ComputeParts", "ComputeTime"]
 
@@ -21,24 +24,32 @@ __all__ = ["ComputeParts", "ComputeTime"]
 class ComputeTime:
     """The compute time of steps of a model with a top-k.
 
+    deployment: or a model alone, for its linear figures.
     drafts: draft tokens of each request a step.
+    beyond: how far outside the table the steps were so far, as the largest ratio to its nearest
+            end in batch and in context; (1, 1): all of them inside.
     Raises ParamInvalidError naming a figure that the model lacks.
     """
 
-    def __init__(self, model: ModelProfile, drafts: int) -> None:
-        model.step_us(1, 1)  # raises the error that names what is missing
+    def __init__(self, deployment: Deployment | ModelProfile, drafts: int) -> None:
+        model = deployment.model if isinstance(deployment, Deployment) else deployment
+        self.table = deployment.table if isinstance(deployment, Deployment) else None
+        self.beyond = (1.0, 1.0)
         self._topk = model.topk
+        # A table's steps are measured as a whole: more drafts take as much longer as by figures.
         self._scale = (1 + drafts) / (1 + int(_number(model, "step_drafts")))
-        self._figures = {
-            key: (_number(model, key), model[key].basis == "assumed")
-            for key in ("step_fixed", "step_request", "step_attended", "step_indexed")
-        }
+        if self.table is not None:
+            return
+        model.step_us(1, 1)  # raises the error that names what is missing
+        self._figures = {key: (_number(model, key), model[key].basis == "assumed") for key in STEP}
 
     def of(self, contexts: NDArray[np.int64]) -> ComputeParts:
         """The parts of a step's time.
 
         contexts: int64 [batch] tokens that each request has.
         """
+        if self.table is not None:
+            return self._of_table(contexts)
         scale = self._scale
         times = {
             "step_fixed": 1.0,
@@ -48,6 +59,15 @@ class ComputeTime:
         }
         parts = [(figure * times[key], assumed) for key, (figure, assumed) in self._figures.items()]
         return ComputeParts(parts)
+
+    def _of_table(self, contexts: NDArray[np.int64]) -> ComputeParts:
+        assert self.table is not None
+        batch = len(contexts)
+        context = float(contexts.sum()) / batch if batch else 0.0
+        batches, lengths = self.table.beyond(batch, context)
+        self.beyond = max(self.beyond[0], batches), max(self.beyond[1], lengths)
+        us = self.table.at(batch * self._scale, context)
+        return ComputeParts([(us, self.table.basis == "assumed")])
 
 
 class ComputeParts:

@@ -44,12 +44,14 @@ class StepTimes:
     serve_us:   what the layers waited for their rows, those read from the host among them
     (exposed_us).
     link_us:    the link to the device was busy.
+    plan_us:    choosing which rows are held and which are read, where that costs anything.
     """
 
     us: float
     serve_us: float
     exposed_us: float
     link_us: float
+    plan_us: float = 0.0
 
 
 class StepClock:

@@ -35,9 +35,11 @@ from kvcore.offload.checks import check_choice, check_integer, check_path
 from kvcore.replay.options import MAX_HEAD_SIZE, MAX_HEADS, MAX_LAYERS
 
 __all__ = [
+    "BASES",
     "DTYPE_NAMES",
     "MODELS",
     "MODEL_FIGURES",
+    "REAL",
     "STEP",
     "ModelFigure",
     "ModelProfile",
@@ -169,11 +171,13 @@ class ModelProfile:
         unknown = sorted(set(figures) - set(MODEL_FIGURES))
         if unknown:
             fail(unknown[0], "one of " + ", ".join(MODEL_FIGURES), "an unknown figure")
-        for key in MODEL_FIGURES:
-            if key in figures:
-                _check_figure(key, figures[key])
-            elif key not in REAL:
-                fail(key, f"a figure: {MODEL_FIGURES[key][0]}", "nothing")
+        missing = [key for key in MODEL_FIGURES if key not in figures and key not in REAL]
+        if missing:
+            # The author of the file is to see all of them in one go.
+            too = f"; {', '.join(missing[1:])} are missing too" if missing[1:] else ""
+            fail(missing[0], f"a figure: {MODEL_FIGURES[missing[0]][0]}", f"nothing{too}")
+        for key, figure in figures.items():
+            _check_figure(key, figure)
         self.figures = {key: figures[key] for key in MODEL_FIGURES if key in figures}
         for layer in self.index_layers:
             if layer >= self.layers:
@@ -349,16 +353,17 @@ class ModelProfile:
         return read_config(path)
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    path = check_path("model", path)
+def read_text(path: str | os.PathLike[str], what: str = "model") -> str:
+    """The text of a file of figures.  Raises ParamInvalidError that names ``what`` it is of."""
+    path = check_path(what, path)
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
-            fail("model", f"a file of at most {MAX_FILE_BYTES} bytes", os.fspath(path))
+            fail(what, f"a file of at most {MAX_FILE_BYTES} bytes", os.fspath(path))
         return data.decode()
     except (OSError, UnicodeDecodeError) as error:
-        fail("model", "a readable text file", f"{os.fspath(path)}: {error}")
+        fail(what, "a readable text file", f"{os.fspath(path)}: {error}")
 
 
 def _check_figure(key: str, figure: ModelFigure) -> None:

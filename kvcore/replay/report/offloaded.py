@@ -8,6 +8,7 @@ from typing import Any
 
 from kvcore import __version__
 from kvcore.replay.clock.capacity import decode_bytes
+from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.metrics.latency import Latencies
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import (
@@ -39,6 +40,7 @@ class OffloadReport(Report):
 
     model: ModelProfile
     device: DeviceProfile
+    deployment: Deployment
     options: OffloadOptions
     pool_entries: int
     host_capacity: int
@@ -47,6 +49,7 @@ class OffloadReport(Report):
     elapsed_ns: int
     interval: Interval | None = None
     latencies: Latencies = field(default_factory=Latencies)
+    beyond: tuple[float, float] = (1.0, 1.0)
 
     @property
     def rows(self) -> float:
@@ -127,7 +130,12 @@ class OffloadReport(Report):
                 "basis": figures,
             },
             "device": self.device.name,
-            "options": {**asdict(self.options), "pool": self.pool_entries},
+            "deployment": self.deployment_dict(),
+            "options": {
+                **asdict(self.options),
+                "pool": self.pool_entries,
+                "device": self.options.device or self.device.name,
+            },
             "prefill_basis": self.prefill_basis,
             "requests": {
                 "total": self.total_requests,
@@ -171,6 +179,7 @@ class OffloadReport(Report):
                 "idle": totals.idle_us,
                 "step": self.step_us,
                 "compute": totals.compute_us,
+                "plan": totals.plan_us,
                 "serve": totals.serve_us,
                 "exposed": totals.exposed_us,
                 "link": totals.link_us,
@@ -184,6 +193,23 @@ class OffloadReport(Report):
             "verified": self.verified_dict(),
             "seconds": self.elapsed_ns / 1e9,
             "interrupted": self.interrupted,
+        }
+
+    def deployment_dict(self) -> dict[str, Any]:
+        """Where all times come from, and how far outside its table steps were (1: inside)."""
+        deployment = self.deployment
+        batch, context = self.beyond
+        return {
+            "name": deployment.name,
+            "hash": deployment.digest,
+            "from_file": deployment.from_file,
+            "parallel": deployment.parallel.to_dict(),
+            "serve": deployment.serve,
+            "basis": {key: deployment.basis(key) for key in deployment.timing()},
+            "step_table": None if deployment.table is None else deployment.table.basis,
+            "extrapolated": None
+            if deployment.table is None or max(batch, context) <= 1
+            else {"batch": batch, "context": context},
         }
 
     def interval_dict(self) -> dict[str, Any] | None:

@@ -29,6 +29,7 @@ def table_of(report: OffloadReport, source: str) -> list[tuple[str, str]]:
             f" {model.topk}, {model.row_bytes:,} bytes a row",
         ),
         ("device", f"{report.device.name} ({report.device.note})"),
+        *_deployment(report),
         ("figures of a step", _figures_of_a_step(report)),
         (
             "fidelity",
@@ -88,7 +89,7 @@ def table_of(report: OffloadReport, source: str) -> list[tuple[str, str]]:
             "step",
             f"{_milliseconds(report.step_us)}{_within(report, 'step_us')} on average over"
             f" {totals.steps:,}; compute"
-            f" {totals.compute_us / steps / 1e3:.3f}, waiting for rows"
+            f" {totals.compute_us / steps / 1e3:.3f}{_planning(report)}, waiting for rows"
             f" {totals.serve_us / steps / 1e3:.3f}",
         ),
         (
@@ -105,9 +106,33 @@ def table_of(report: OffloadReport, source: str) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
+def _deployment(report: OffloadReport) -> list[tuple[str, str]]:
+    """Which deployment all times come from, where one was named."""
+    found = report.deployment
+    if not found.from_file:
+        return []
+    order = {
+        "ahead": "rows are read ahead of the layers",
+        "in order": "each layer waits for its rows",
+    }[found.serve]
+    return [(
+        "deployment", f"{found.name} ({found.parallel}; {order}; {found.digest}): batch, bytes and"
+        " token/s are one replica's",
+    )]  # fmt: skip
+
+
 def _figures_of_a_step(report: OffloadReport) -> str:
     """Whose step it is, and what its figures rest on."""
-    model = report.model
+    model, table = report.model, report.deployment.table
+    if table is not None:
+        said = f"{model.note or 'whose is not said'}; {table.basis}: {table.source}"
+        batch, context = report.beyond
+        if max(batch, context) > 1:
+            said += (
+                f"; extrapolated: up to {batch:.2g} times the table's batch and {context:.2g}"
+                " times its context"
+            )
+        return said
     bases: dict[str, list[str]] = {}
     for key in STEP:
         bases.setdefault(model[key].basis, []).append(key)
@@ -132,6 +157,11 @@ def _within(report: OffloadReport, figure: str) -> str:
     if half is None:
         return ""
     return f" ± {half:.2%}" if figure == "hit_rate" else f" ± {half / 1e3:.3f} ms"
+
+
+def _planning(report: OffloadReport) -> str:
+    us = report.totals.plan_us / max(1, report.totals.steps)
+    return f", planning {us / 1e3:.3f}" if us else ""
 
 
 def _peaks(report: OffloadReport) -> str:

@@ -49,8 +49,8 @@ def _joined(a: list[float], b: list[float]) -> list[float]:
 class OffloadTotals:
     """Sums over a run; rows are a token in a layer; times are microseconds of the model.
 
-    decode_us:   of the steps that decode; compute_us, serve_us, exposed_us, link_us: see
-                 `StepTimes`; assumed_compute_us: the part of compute that is assumed.
+    decode_us:   of the steps that decode; compute_us, serve_us, exposed_us, link_us, plan_us:
+                 see `StepTimes`; assumed_compute_us: the part of compute that is assumed.
     accepted:    tokens generated; written: drafts that did not stand included.
     """
 
@@ -67,6 +67,7 @@ class OffloadTotals:
     assumed_compute_us: float = 0.0
     serve_us: float = 0.0
     exposed_us: float = 0.0
+    plan_us: float = 0.0
     link_us: float = 0.0
     prefill_us: float = 0.0
     idle_us: float = 0.0
@@ -107,6 +108,7 @@ class OffloadTotals:
         self.serve_us += times.serve_us
         self.exposed_us += times.exposed_us
         self.link_us += times.link_us
+        self.plan_us += times.plan_us
         self.hit_bytes += rows[0] * row_bytes
         self.h2d_bytes += rows[1] * row_bytes
         self.d2h_bytes += sends * written * row_bytes * num_layers

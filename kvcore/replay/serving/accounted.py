@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from kvcore.offload.decode.result import StepResult
+from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
 from kvcore.replay.report.step_trace import StepTrace
@@ -18,7 +19,7 @@ class Accounted(Offloaded):
 
     how: str
 
-    def __init__(self, model: ModelProfile, options: OffloadOptions) -> None:
+    def __init__(self, model: ModelProfile | Deployment, options: OffloadOptions) -> None:
         super().__init__(model, options)
         self._trace = StepTrace(options.max_trace_events)
 

@@ -3,25 +3,54 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from kvcore.errors import fail
 from kvcore.offload.rows.policy import POLICIES as POOL_POLICIES
 from kvcore.replay.clock.capacity import decode_bytes
+from kvcore.replay.deployments.deployment import Deployment, find_device
 from kvcore.replay.metrics.latency import Slo
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
-from kvcore.runtime.profile import SHIPPED, DeviceProfile
+from kvcore.runtime.profile import DeviceProfile
 
-__all__ = ["POLICIES", "device_blocks", "device_bytes", "fit", "weight_bytes"]
+__all__ = [
+    "POLICIES", "deployment_of", "device_blocks", "device_bytes", "fit", "held_bytes",
+    "weight_bytes",
+]  # fmt: skip
 
 #: Of the pool on the device; none: the full caches are there, and nothing is offloaded.
 POLICIES = (*POOL_POLICIES, "none")
 
-STEP_FIGURES = ("step_fixed", "step_request", "step_attended", "step_indexed")
+#: Of a model that is no deployment's, where nothing is said.
+DEFAULT_DEVICE = "A3"
 GIB = 2**30
 MOST_BLOCKS = 2**24
 
 
-def fit(model: ModelProfile, options: OffloadOptions) -> tuple[DeviceProfile, int]:
+def deployment_of(model: ModelProfile | Deployment, options: OffloadOptions) -> Deployment:
+    """What the times of a replay come from: a deployment, or what a model and a device say.
+
+    Raises ParamInvalidError for a model that has nothing to offload or no figures of a step, and
+    for a device that there are no figures for.
+    """
+    if isinstance(model, Deployment):
+        found = model.on(options.device)
+        _check_topk(found.model)
+        return found
+    if not isinstance(model, ModelProfile):
+        fail("model", "a ModelProfile or a Deployment", type(model).__name__)
+    _check_topk(model)
+    device = find_device(DEFAULT_DEVICE if options.device is None else options.device, Path())
+    return Deployment.of(model, device).on(options.device)
+
+
+def _check_topk(model: ModelProfile) -> None:
+    if not model.topk:
+        fail("model", "one with a top-k to offload", f"{model.name}, with none")
+
+
+def fit(model: ModelProfile | Deployment, options: OffloadOptions) -> tuple[DeviceProfile, int]:
     """The device's profile and the pool's entries.
 
     Raises ParamInvalidError for an option that cannot be, a model that has nothing to offload or
@@ -31,30 +60,15 @@ def fit(model: ModelProfile, options: OffloadOptions) -> tuple[DeviceProfile, in
     options.check_values()
     if options.slo is not None:
         Slo.parse(options.slo)
-    if not isinstance(model, ModelProfile):
-        fail("model", "a ModelProfile", type(model).__name__)
-    if not model.topk:
-        fail("model", "one with a top-k to offload", f"{model.name}, with none")
-    for figure in STEP_FIGURES:
-        if figure not in model.figures:
-            model.step_us(1, 1)  # raises the error that names what is missing
+    deployment = deployment_of(model, options)
+    model, device = deployment.model, deployment.device
     pool = _pool(model, options)
-    if options.device.endswith(".toml"):
-        device = DeviceProfile.load(options.device)
-    elif options.device in SHIPPED:
-        device = DeviceProfile.named(options.device)
-    else:
-        fail("device", f"one of {', '.join(SHIPPED)}, or a .toml file", repr(options.device))
-    if model.device and model.device not in (device.name, device.like):
-        # Half of a prediction would be another device's.
-        note = f": {model.note}" if model.note else ""
-        fail("device", f"{model.device}, of which {model.name}'s step is{note}", device.name)
     if options.policy == "none":
         device_blocks(model, options, device)
         return device, 0
     weights = weight_bytes(model, options) or 0
     room = max(0, device.capacity_bytes - weights)
-    each = device_bytes(model, options, pool, 0)
+    each = held_bytes(deployment, options, pool, 1, 0)
     if options.batch * each > room:
         less = f", less {weights / GIB:.1f} of weights," if weights else ""
         fail(
@@ -113,6 +127,25 @@ def _pool(model: ModelProfile, options: OffloadOptions) -> int:
     if options.policy == "previous" and pool != rows:
         fail("pool", f"{rows} entries for the previous selection", pool)
     return pool
+
+
+def held_bytes(
+    deployment: Deployment, options: OffloadOptions, pool: int, requests: int, tokens: int
+) -> int:
+    """Device memory of requests that have so many tokens together, weights not counted.
+
+    Where layers are served in order each has a selection of its own, those that make drafts too;
+    else two layers' selections take turns.
+    """
+    model = deployment.model
+    if deployment.serve == "in order":
+        rows = (1 + options.drafts) * model.topk * (model.layers + model.draft_layers)
+        rows += pool * model.layers
+        index = model.token_index_bytes
+        index += model.draft_layers * (index // len(model.groups))
+        return requests * rows * model.row_bytes + tokens * index
+    each = device_bytes(model, options, pool, 0)
+    return requests * each + tokens * model.token_index_bytes
 
 
 def device_bytes(model: ModelProfile, options: OffloadOptions, pool: int, context: int) -> int:

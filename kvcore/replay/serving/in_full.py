@@ -43,14 +43,17 @@ class OffloadedInFull(Offloaded):
             places=min(self.options.batch, len(requests)),
             max_tokens=max(request.total_tokens for request in requests) + 1,
             timed=True,
+            ids=self.deployment.ids,
         )
 
     @property
     def now_us(self) -> float:
-        """The time of the device's clock."""
-        return self.real.device.now
+        """The time of the device's clock; the arithmetic's where the engine has another order."""
+        return self.clock.now if self._in_order else self.real.device.now
 
     def _wait(self, us: float) -> None:
+        if self._in_order:
+            self.clock.advance(us)
         compute = self.real.engine.streams["compute"]
         compute.compute(us, "idle")
         compute.synchronize_blocking()
@@ -73,6 +76,8 @@ class OffloadedInFull(Offloaded):
                 self.real.prefill(running.request, table, first, tokens, us * tokens / count)
         if us is not None:
             self.real.order_prompts()
+            if self._in_order:
+                self.clock.advance(us)
         if not step.decode:
             self.real.engine.streams["compute"].synchronize_blocking()
 
@@ -88,7 +93,7 @@ class OffloadedInFull(Offloaded):
                 table = self._scheduler.tables[running.row]
                 self.real.engine.admit(index, table, running.written)
             writes[index], stay[index] = int(load.tokens[place]), load.stands[place]
-        self.real.layer_us = load.compute_us / self.model.layers
+        self.real.layer_us = self._layer_us(load)
         result = self.real.step(list(writes), writes, stay)
         rows = np.zeros((len(self.model.groups), 3))
         for part in result.requests.values():
@@ -96,7 +101,7 @@ class OffloadedInFull(Offloaded):
         return rows, result
 
     def _step_us(self, result: StepResult | None, us: float) -> float:
-        return us if result is None else result.us
+        return us if result is None or self._in_order else result.us
 
     def _traced(self, us: float, batch: int, misses: float) -> None:
         pass  # the device's trace has every operation
@@ -131,7 +136,7 @@ class OffloadedInFull(Offloaded):
         self.real.verify(running.request, table, positions, draw)
 
     def _last_look(self) -> None:
-        self.totals.end_us = self.real.device.now
+        self.totals.end_us = self.now_us
         self.totals.busy = self.real.device.busy
 
     def save_trace(self, path: str) -> int:

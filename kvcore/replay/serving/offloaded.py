@@ -25,7 +25,9 @@ from kvcore.offload.blocks.pool import BlockPool
 from kvcore.offload.decode.result import StepResult
 from kvcore.offload.decode.write_policy import make_write_policy
 from kvcore.replay.clock.compute_time import ComputeTime
+from kvcore.replay.clock.in_order import InOrderClock
 from kvcore.replay.clock.step_clock import StepClock
+from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.metrics.latency import Latencies, Progress, Slo
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
@@ -33,7 +35,7 @@ from kvcore.replay.report.offloaded import OffloadReport
 from kvcore.replay.report.report import Mismatch, Outcome
 from kvcore.replay.report.totals import OffloadTotals, Timeline
 from kvcore.replay.serving.decoding import Decoding
-from kvcore.replay.serving.fit import device_bytes, fit
+from kvcore.replay.serving.fit import deployment_of, fit, held_bytes
 from kvcore.replay.serving.interval import Interval
 from kvcore.replay.serving.real_decode import RealDecode
 from kvcore.replay.serving.scheduler import Running, Scheduler, Step
@@ -75,13 +77,17 @@ class Offloaded(Strategy[OffloadReport]):
     real: RealDecode
     sends_to_host = True
 
-    def __init__(self, model: ModelProfile, options: OffloadOptions) -> None:
+    def __init__(self, model: ModelProfile | Deployment, options: OffloadOptions) -> None:
         if not isinstance(options, OffloadOptions):
             fail("options", "OffloadOptions", type(options).__name__)
-        self.model, self.options = model, options
         self.profile, self.pool_entries = fit(model, options)
+        self.deployment = deployment_of(model, options)
+        self.model, self.options = self.deployment.model, options
         self._write_policy = make_write_policy(options.write_policy)
-        self._compute = ComputeTime(model, options.drafts)
+        self._compute = ComputeTime(self.deployment, options.drafts)
+        self._in_order = self.deployment.serve == "in order"
+        #: Beside the compute time of a step whose rows are read ahead.
+        self._plan_us = self.deployment.own("plan_group") * len(self.model.groups)
         self.verify_samples = options.verify_samples // 2  # the others are of rows as served
         self.times = Timings()
         self.totals, self.timeline = OffloadTotals(), Timeline()
@@ -111,7 +117,11 @@ class Offloaded(Strategy[OffloadReport]):
         )
         self._take(requests)
         lanes = sum(n > 0 for n in self.model.shape.row_bytes)
-        self.clock = StepClock(self.model, self.profile, self.model.groups, lanes=lanes)
+        self.clock: StepClock | InOrderClock = (
+            InOrderClock(self.deployment, lanes=lanes)
+            if self._in_order
+            else StepClock(self.model, self.profile, self.model.groups, lanes=lanes)
+        )
         return self._scheduler
 
     # -- what the two do in their own way ---------------------------------------------------
@@ -122,8 +132,8 @@ class Offloaded(Strategy[OffloadReport]):
 
     def _held(self, load: StepLoad) -> int:
         """Bytes of device memory in a step, weights not counted."""
-        each = device_bytes(self.model, self.options, self.pool_entries, 0)
-        return len(load.who) * each + int(load.contexts.sum()) * self.model.token_index_bytes
+        tokens = int(load.contexts.sum())
+        return held_bytes(self.deployment, self.options, self.pool_entries, len(load.who), tokens)
 
     def _check_memory(self) -> None:
         """Raise DeviceOutOfMemoryError for host blocks that this machine cannot hold."""
@@ -260,7 +270,18 @@ class Offloaded(Strategy[OffloadReport]):
         """A step as `StepClock.step` takes it."""
         written = int(load.tokens.sum())
         pieces = self._write_policy.pieces(written, len(load.who))
-        return rows, written, written, pieces, load.compute_us / self.model.layers
+        if self._in_order:
+            # Each query of a request is served its rows; what several want is read once.
+            topk = self.model.topk
+            wanted = float((load.tokens * np.minimum(load.contexts + load.tokens, topk)).sum())
+            rows = rows.copy()
+            rows[:, 0], rows[:, 2] = np.maximum(0.0, wanted - rows[:, 1]), 0.0
+        return rows, written, written, pieces, self._layer_us(load)
+
+    def _layer_us(self, load: StepLoad) -> float:
+        """What a layer computes; where rows are read ahead, planning them is part of it."""
+        us = load.compute_us if self._in_order else load.compute_us + self._plan_us
+        return us / self.model.layers
 
     # -- leaving ----------------------------------------------------------------------------
 
@@ -312,6 +333,8 @@ class Offloaded(Strategy[OffloadReport]):
             **outcome.fields(),
             model=self.model,
             device=self.profile,
+            deployment=self.deployment,
+            beyond=self._compute.beyond,
             options=self.options,
             pool_entries=self.pool_entries,
             host_capacity=self._scheduler.pool.capacity,

@@ -24,6 +24,7 @@ from kvcore.offload.prefill import PrefillOffloader, Staging
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
 from kvcore.replay.report.report import Mismatch
+from kvcore.replay.traces.made_ids import MadeIds
 from kvcore.replay.traces.reader import TraceRequest
 from kvcore.replay.traces.request_rows import RequestRows
 from kvcore.runtime import Device
@@ -86,6 +87,7 @@ class RealDecode:
     blocks: of the full caches.
     places: real requests at a time.
     timed:  on the model clock, prefill through the ring; else plain memory and no clock.
+    ids:    which generator makes the ids; None: the default one.
     groups_of: the numbers under which a request asks for the ids of the groups, where they are
             not those of ``groups``.
     Raises DeviceOutOfMemoryError for caches that do not fit this machine.
@@ -104,6 +106,7 @@ class RealDecode:
         places: int,
         max_tokens: int,
         timed: bool,
+        ids: MadeIds | None = None,
     ) -> None:
         self._model, self._options, self._timed = model, options, timed
         self._groups = tuple(groups)  # numbers of the groups as the model counts them
@@ -117,7 +120,7 @@ class RealDecode:
             else Device()
         )
         self.device.__enter__()
-        self.rows = RequestRows(model, options.seed, max_tokens)
+        self.rows = RequestRows(model, options.seed, max_tokens, ids)
         self.layer_us = 0.0
         self.groups_of: dict[int, tuple[int, ...]] = {}
         self._queries: dict[int, int] = {}

@@ -24,6 +24,7 @@ from kvcore.replay.serving.real_decode import RealDecode
 from kvcore.replay.serving.sample import GroupSample, draw_groups, draw_requests
 from kvcore.replay.serving.samples import sample_positions
 from kvcore.replay.serving.scheduler import Running
+from kvcore.replay.traces.made_ids import MadeIds
 from kvcore.replay.traces.reader import TraceRequest
 from kvcore.runtime.profile import DeviceProfile
 
@@ -48,6 +49,7 @@ class Rehearsal:
 
     real:  caches and engine, closed with the last request or by `close`.
     rows:  rows moved so far.
+    ids:   which generator makes the ids; None: the default one.
     Raises DeviceOutOfMemoryError for caches that do not fit this machine.
     """
 
@@ -58,6 +60,7 @@ class Rehearsal:
         profile: DeviceProfile,
         pool: int,
         requests: Sequence[TraceRequest],
+        ids: MadeIds | None = None,
     ) -> None:
         self._model, self._options = model, options
         sample = draw_requests(requests, options)
@@ -83,6 +86,7 @@ class Rehearsal:
             places=places,
             max_tokens=longest + 1,
             timed=False,
+            ids=ids,
         )  # fmt: skip
 
     def step(self) -> bool:

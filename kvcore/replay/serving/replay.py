@@ -26,6 +26,7 @@ from kvcore.replay.serving.strategy import Strategy
 from kvcore.replay.traces.reader import TraceRequest, check_requests
 
 if TYPE_CHECKING:
+    from kvcore.replay.deployments.deployment import Deployment
     from kvcore.replay.models.profile import ModelProfile
     from kvcore.replay.report.resident import ReplayReport
     from kvcore.replay.serving.scheduler import Running
@@ -201,13 +202,16 @@ class OffloadReplay(Replay[OffloadReport]):
 
     With ``policy="none"`` the full cache is on the device: the baseline.
 
-    model: one with a top-k.
+    model: one with a top-k, or a deployment of one, from which all times come then.
     """
 
     serving: OffloadedInFull | OffloadedSampled | OnDevice
 
     def __init__(
-        self, requests: Sequence[TraceRequest], model: ModelProfile, options: OffloadOptions
+        self,
+        requests: Sequence[TraceRequest],
+        model: ModelProfile | Deployment,
+        options: OffloadOptions,
     ) -> None:
         if not isinstance(options, OffloadOptions):
             fail("options", "OffloadOptions", type(options).__name__)

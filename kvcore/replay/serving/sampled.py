@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.offload.decode.result import StepResult
+from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
 from kvcore.replay.serving.accounted import Accounted
@@ -37,15 +38,16 @@ class OffloadedSampled(Accounted):
 
     how = "sampled"
 
-    def __init__(self, model: ModelProfile, options: OffloadOptions) -> None:
+    def __init__(self, model: ModelProfile | Deployment, options: OffloadOptions) -> None:
         super().__init__(model, options)
         self._usage = Usage()
 
     def _take(self, requests: Sequence[TraceRequest]) -> None:
         self._requests = len(requests)
         self.rehearsal = Rehearsal(
-            self.model, self.options, self.profile, self.pool_entries, requests
-        )
+            self.model, self.options, self.profile, self.pool_entries, requests,
+            self.deployment.ids,
+        )  # fmt: skip
         self.real = self.rehearsal.real
 
     def prepare(self) -> bool:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.traces.content import TokenRows, content_words, expected_row, token_words
+from kvcore.replay.traces.made_ids import IdSource, MadeIds
 from kvcore.replay.traces.reader import HASH_BLOCK_TOKENS, TraceRequest
-from kvcore.replay.traces.synthetic_ids import TurnoverIds
 
 __all__ = ["RequestRows"]
 
@@ -30,18 +30,21 @@ class _Request:
     def __init__(self, request: TraceRequest, seed: int) -> None:
         self.request = request
         self.words = content_words(request, seed)
-        self.ids: dict[int, TurnoverIds] = {}
+        self.ids: dict[int, IdSource] = {}
         self.wrong_from = request.total_tokens
 
 
 class RequestRows:
     """Rows and ids of the requests that are served for real.
 
-    overlap, reuse, distance: see `TurnoverIds`.
+    ids: which generator makes the ids; None: `TurnoverIds` with its defaults.
     """
 
-    def __init__(self, model: ModelProfile, seed: int, max_tokens: int) -> None:
+    def __init__(
+        self, model: ModelProfile, seed: int, max_tokens: int, ids: MadeIds | None = None
+    ) -> None:
         self._model, self._seed = model, seed
+        self._made_ids = MadeIds() if ids is None else ids
         self._rows = TokenRows(model.layers, *model.shape.row_bytes, 1, seed)
         self._requests: dict[int, _Request] = {}
         self._lane_bytes = [n for n in model.shape.row_bytes if n]
@@ -84,7 +87,7 @@ class RequestRows:
             ids = of.ids[group] = self.ids_of(index, group)
         return np.stack([ids.next(tokens - queries + 1 + query) for query in range(queries)])
 
-    def ids_of(self, index: Any, group: int) -> TurnoverIds:
+    def ids_of(self, index: Any, group: int) -> IdSource:
         """A generator of a request's ids in one group, from its first step on."""
         seed = int(np.random.SeedSequence([self._seed, index, group]).generate_state(1)[0])
-        return TurnoverIds(self._model.topk, seed=seed)
+        return self._made_ids.make(self._model.topk, seed)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Made-up traces of top-k ids: one that plays an indexer, one whose steps cost top-k alone.
 
-**Scores** (`score_trace`).  A token's score is a static part (Student-t with 3 degrees of freedom:
-few tokens matter always), a part that drifts (AR(1)) and white noise; the top-k highest are
-chosen.  Two numbers are fitted, rho and the size of the noise, to two published hit rates of one
-trace of 2,048 ids a step: previous selection 58.85%, LRU of 8,192 entries 90.50%
-(cann-recipes-infer, GLM-5.2 offload guide).  The rates of other pools are what the model says.
+**Scores** (`score_trace`, step by step `ScoreIds`).  A token's score is a static part (Student-t
+with 3 degrees of freedom: few tokens matter always), a part that drifts (AR(1)) and white noise;
+the top-k highest are chosen.  Two numbers are fitted, rho and the size of the noise, to two
+published hit rates of one trace of 2,048 ids a step: previous selection 58.85%, LRU of 8,192
+entries 90.50% (cann-recipes-infer, GLM-5.2 offload guide).  The rates of other pools are what the
+model says.
 A step costs some ten operations a token of the context.
 
 **Turnover** (`TurnoverIds`).  For long runs: each step keeps a given share of the last selection;
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from kvcore.errors import fail
 from kvcore.offload.checks import check_integer
 
-__all__ = ["ScoreModel", "TurnoverIds", "score_trace"]
+__all__ = ["ScoreIds", "ScoreModel", "TurnoverIds", "score_trace"]
 
 MAX_TOKENS = 2**31 - 2
 NEW_TRIES = 64
@@ -104,6 +105,60 @@ def score_trace(
             chosen.sort()
             ids[step, layer] = chosen
     return ids
+
+
+class ScoreIds:
+    """The same indexer, one call a step, for a context that may grow or shrink between calls.
+
+    topk: ids a step; model: see `ScoreModel`.
+    The parts of a token's score are drawn when the token is first seen.
+    """
+
+    def __init__(self, topk: int = 2048, *, model: ScoreModel | None = None, seed: int = 0) -> None:
+        check_integer("topk", topk, 1, MAX_TOKENS)
+        check_integer("seed", seed, 0)
+        self.topk = topk
+        self.model = ScoreModel() if model is None else model
+        if not isinstance(self.model, ScoreModel):
+            fail("model", "a ScoreModel", type(self.model).__name__)
+        self._draw = np.random.default_rng(seed)
+        self._static, self._drift = np.zeros((2, 0), np.float32)
+        self._fresh = np.float32(self.model.drift * math.sqrt(1 - self.model.rho**2))
+
+    def next(self, num_tokens: int) -> NDArray[np.int32]:
+        """int32 [topk], ascending, for a context of ``num_tokens``.
+
+        Up to top-k tokens, all of them are wanted, and -1 fills the rest.
+        """
+        check_integer("num_tokens", num_tokens, 0, MAX_TOKENS)
+        if num_tokens <= self.topk:
+            ids = np.full(self.topk, -1, np.int32)
+            ids[:num_tokens] = np.arange(num_tokens)
+            return ids
+        self._grow(num_tokens)
+        draw, model = self._draw, self.model
+        drift = self._drift[:num_tokens]
+        drift *= np.float32(model.rho)
+        drift += draw.standard_normal(num_tokens, np.float32) * self._fresh
+        score = draw.standard_normal(num_tokens, np.float32)
+        score *= np.float32(model.noise)
+        score += drift
+        score += self._static[:num_tokens]
+        chosen = np.argpartition(score, num_tokens - self.topk)[num_tokens - self.topk :]
+        chosen.sort()
+        return chosen.astype(np.int32)
+
+    def _grow(self, num_tokens: int) -> None:
+        more = num_tokens - len(self._static)
+        if more <= 0:
+            return
+        # (a little ahead, so that a context that grows by a token a step is not copied each time)
+        more += min(1024, MAX_TOKENS - num_tokens)
+        draw, model = self._draw, self.model
+        static = draw.standard_t(model.freedom, more).astype(np.float32)
+        drift = draw.standard_normal(more, np.float32) * np.float32(model.drift)
+        self._static = np.concatenate([self._static, static])
+        self._drift = np.concatenate([self._drift, drift])
 
 
 class TurnoverIds:

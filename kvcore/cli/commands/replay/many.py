@@ -67,7 +67,8 @@ def run_sweep(namespace: argparse.Namespace, requests: Sequence[TraceRequest]) -
     folder = Path(namespace.results)
     points = grid(namespace.sweep, options, model, requests, folder)
     # A point's report is written, or read where an earlier run left it.
-    devices = {p.options.device for p in points if p.options.device.endswith(".toml")}
+    named = {point.options.device or "" for point in points}
+    devices = {device for device in named if device.endswith(".toml")}
     own = [] if namespace.json in (None, "-") else [namespace.json]
     refuse_shared((point.path for point in points), (*reads, *devices, *own))
     refuse_unwritable(namespace.json, reads=devices)

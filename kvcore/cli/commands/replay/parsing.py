@@ -114,7 +114,7 @@ def option_named(name: str) -> str:
 
 def files_read(namespace: argparse.Namespace) -> tuple[str, ...]:
     """The files that the options name to be read."""
-    named = (namespace.model, namespace.device)
+    named = (namespace.model, namespace.device, namespace.deployment)
     files = [name for name in named if name is not None and name.endswith((".toml", ".json"))]
     return (*files, *([] if namespace.trace is None else [namespace.trace]))
 

@@ -14,6 +14,7 @@ from kvcore.cli.printing import tell
 
 if TYPE_CHECKING:
     from kvcore.replay import (
+        Deployment,
         ModelProfile,
         ModelShape,
         OffloadOptions,
@@ -111,19 +112,26 @@ def _num_blocks(namespace: argparse.Namespace, shape: ModelShape) -> int:
 
 
 # ---------------------------------------------------------------- offload
-def model_of(namespace: argparse.Namespace) -> ModelProfile:
-    """The model asked for."""
-    from kvcore.replay import ModelProfile
+def model_of(namespace: argparse.Namespace) -> ModelProfile | Deployment:
+    """The model asked for, or the deployment."""
+    from kvcore.errors import fail
+    from kvcore.replay import Deployment, ModelProfile
 
-    return ModelProfile.find(namespace.model or "tiny-sparse")
+    if namespace.deployment is None:
+        return ModelProfile.find(namespace.model or "tiny-sparse")
+    if namespace.model is not None:
+        fail("--model", "no model together with --deployment, which says its own", "both")
+    return Deployment.find(namespace.deployment)
 
 
 def offload_options(
-    namespace: argparse.Namespace, model: ModelProfile, requests: Sequence[TraceRequest]
+    namespace: argparse.Namespace,
+    model: ModelProfile | Deployment,
+    requests: Sequence[TraceRequest],
 ) -> OffloadOptions:
-    """The options asked for; what was left open goes by the size of the trace."""
+    """The options asked for; what was left open is as the deployment says, or by the trace."""
     from kvcore.errors import fail
-    from kvcore.replay import OffloadOptions
+    from kvcore.replay import Deployment, OffloadOptions
 
     values: dict[str, Any] = {
         name: getattr(namespace, name) for name in OFFLOAD_NAMES if name in namespace.written
@@ -132,6 +140,9 @@ def offload_options(
         if "prefill_tokens_per_s" in values:
             fail("--prefill", "no --prefill-tokens-per-s together with none", "both")
         values["prefill_tokens_per_s"] = None
+    if isinstance(model, Deployment):
+        _take_defaults(values, model)
+        model = model.model
     steps = sum(request.output_length for request in requests)
     short = steps * max(1, model.topk) * model.layers <= SHORT_ROWS
     values.setdefault("fidelity", "full" if short else "sampled")
@@ -140,6 +151,16 @@ def offload_options(
     if namespace.perfetto is not None:
         values["max_trace_events"] = MAX_TRACE_EVENTS
     return OffloadOptions(**values)
+
+
+def _take_defaults(values: dict[str, Any], deployment: Deployment) -> None:
+    """What a deployment's file says of options that are not written."""
+    for name, value in deployment.serving.items():
+        if name == "pool" and values.get("policy") in ("none", "previous"):
+            continue  # the one has none, the other but one size
+        values.setdefault(name, value)
+    if "prefill" in deployment.figures:
+        values.setdefault("prefill_tokens_per_s", deployment.own("prefill"))
 
 
 def run_offload(

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a decode step ends whose layers wait for their rows: no part of it is launched ahead.
+
+One die's step, in microseconds::
+
+    step  = compute + groups * plan + layers * serve(misses) + draft layers * serve(their misses)
+    serve = max(HBM's share, the link's share) + (1 - overlap) * the shorter of them
+            # each share: latency + pieces * piece + bytes / rate
+
+A serve is one kernel that reads held rows from device memory and missing ones from the host, and
+writes all of them; attention waits until it has ended, and what is installed or goes to the host
+trails on other streams and holds nobody up.  Source: cann-recipes-infer, GLM-5.2 offload guide, for
+the order; the figures are the deployment's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.replay.clock.step_clock import StepTimes
+from kvcore.replay.deployments.deployment import Deployment
+from kvcore.runtime.profile import COMPUTE, H2D, HBM
+
+__all__ = ["InOrderClock"]
+
+
+class InOrderClock:
+    """The time line of one device, as `StepClock` has it, for a deployment that serves in order.
+
+    now: microseconds so far.
+    """
+
+    def __init__(self, deployment: Deployment, *, lanes: int) -> None:
+        model, device = deployment.model, deployment.device
+        self._row_bytes, self._lanes = model.row_bytes, lanes
+        self._sizes = np.array([len(group) for group in model.groups], np.float64)
+        self._layers = model.layers
+        self._service = device.service
+        self._overlap = deployment.own("serve_overlap", 1.0)
+        self._plan = deployment.own("plan_group") * len(model.groups)
+        self._draft_layers = model.draft_layers if "draft_misses" in deployment.figures else 0
+        self._draft_misses = deployment.own("draft_misses")
+        self.now = 0.0
+
+    def advance(self, us: float) -> None:
+        """Let the device compute something else for so long."""
+        self.now += us
+
+    def _shares(
+        self, rows: NDArray[np.float64], missed: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        """Microseconds of a layer's serve, and of device memory and of the link in it."""
+        shares = []
+        for resource, pieces, size in ((HBM, rows, 2 * rows - missed), (H2D, missed, missed)):
+            latency, piece, byte = self._service[resource]
+            us = latency + pieces * self._lanes * piece + size * self._row_bytes * byte
+            shares.append(np.where(pieces > 0, us, 0.0))
+        hbm, link = shares
+        both = np.maximum(hbm, link) + (1 - self._overlap) * np.minimum(hbm, link)
+        us = np.where(rows > 0, np.maximum(self._service[COMPUTE][0], both), 0.0)
+        return us, hbm, link
+
+    def step(
+        self,
+        rows: NDArray[np.float64],
+        tokens: float,
+        sent: float,
+        sent_pieces: float,
+        layer_us: float,
+    ) -> StepTimes:
+        """One step; the arguments are `StepClock.step`'s.
+
+        rows: [groups, 3] hits, misses and recent rows, each query's own counted.
+        """
+        rows = np.asarray(rows, np.float64)
+        wanted, missed = rows.sum(axis=1), rows[:, 1]
+        us, hbm, link = self._shares(wanted, missed)
+        serve = float(us @ self._sizes)
+        busy = float(link @ self._sizes)
+        exposed = float((us - hbm) @ self._sizes)
+        plan = 0.0
+        if wanted.any():
+            plan = self._plan
+            if self._draft_layers:
+                mean = np.array([wanted.mean()])
+                more, held, read = self._shares(mean, mean * self._draft_misses)
+                serve += self._draft_layers * float(more[0])
+                busy += self._draft_layers * float(read[0])
+                exposed += self._draft_layers * float(more[0] - held[0])
+        total = layer_us * self._layers + plan + serve
+        self.now += total
+        return StepTimes(total, serve, max(0.0, exposed), busy, plan)
+
+    def peek(
+        self,
+        rows: NDArray[np.float64],
+        tokens: float,
+        sent: float,
+        sent_pieces: float,
+        layer_us: float,
+    ) -> StepTimes:
+        """What `step` would take now; the time line stays as it is."""
+        now = self.now
+        times = self.step(rows, tokens, sent, sent_pieces, layer_us)
+        self.now = now
+        return times
