@@ -60,7 +60,7 @@ def test_what_is_not_written_has_the_declared_default() -> None:
         ("prefill_tokens_per_s", [0, float("inf"), "3", True], [None, 1, 3344.0]),
         ("fidelity", ["half", 3, None, ["full"]], ["full", "sampled"]),
         ("policy", ["mru", b"lru", None], ["previous", "lru", "fifo", "arc"]),
-        ("device", [3, None], ["A3", "mine.toml"]),
+        ("device", [3, True], [None, "A3", "mine.toml"]),
     ],
 )
 def test_values_are_checked_as_declared(name: str, wrong: list[Any], right: list[Any]) -> None:
