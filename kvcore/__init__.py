@@ -43,14 +43,14 @@ from typing import TYPE_CHECKING, Any
 
 try:
     from kvcore import backends, errors, isa, layout
-except ModuleNotFoundError as missing:
-    if not (missing.name or "").startswith("kvcore."):
+except ModuleNotFoundError as _missing:
+    if not (_missing.name or "").startswith("kvcore."):
         raise
     # Python looks in the directory it is started in first, so a clone hides what is installed.
     raise ModuleNotFoundError(
-        f"{missing.name}: not compiled for this Python in {__path__[0]}; run `pip install -e .`"
+        f"{_missing.name}: not compiled for this Python in {__path__[0]}; run `pip install -e .`"
         " beside that folder, or start Python in another directory if kvcore is installed",
-        name=missing.name,
+        name=_missing.name,
     ) from None
 from kvcore.about import info
 from kvcore.errors import (
@@ -67,20 +67,23 @@ from kvcore.errors import (
 )
 from kvcore.float4 import pack_float4, unpack_float4
 from kvcore.ops import slots
-from kvcore.ops.gather_pa import gather_pa_kv_cache, plan_gather_pa_kv_cache
-from kvcore.ops.gather_selection import (
-    gather_selection_kv_cache,
+from kvcore.ops.derived import (
+    plan_gather_pa_kv_cache,
     plan_gather_selection_kv_cache,
-)
-from kvcore.ops.kv_cache_update import kv_cache_update, plan_kv_cache_update
-from kvcore.ops.scatter_pa import (
+    plan_kv_cache_update,
     plan_scatter_pa_cache,
     plan_scatter_pa_kv_cache,
+    scenario_of,
+)
+from kvcore.ops.gather_pa import gather_pa_kv_cache
+from kvcore.ops.gather_selection import gather_selection_kv_cache
+from kvcore.ops.kv_cache_update import kv_cache_update
+from kvcore.ops.scatter_pa import (
     reshape_and_cache,
     scatter_pa_cache,
     scatter_pa_kv_cache,
 )
-from kvcore.ops.scenario import Scenario, scenario_of
+from kvcore.ops.scenario import Scenario
 from kvcore.ops.selection_rows import invalidate, permute_rows
 from kvcore.soc import SoC, use_soc
 from kvcore.threads import get_num_threads, set_num_threads
@@ -130,7 +133,9 @@ __all__ = [
 _LAZY = frozenset(
     ("Buffer", "Device", "DeviceProfile", "Event", "Graph", "Stream", "current_stream")
 )
-_LAZY_MODULES = frozenset(("benchmarks", "hifloat8", "offload", "runtime", "testing", "torch"))
+_LAZY_MODULES = frozenset(
+    ("benchmarks", "hifloat8", "offload", "replay", "runtime", "testing", "torch")
+)
 
 isa.apply_environment()
 
@@ -142,6 +147,7 @@ if TYPE_CHECKING:
     from kvcore import float4 as float4
     from kvcore import hifloat8 as hifloat8
     from kvcore import offload as offload
+    from kvcore import replay as replay
     from kvcore import runtime as runtime
     from kvcore import soc as soc
     from kvcore import testing as testing

@@ -113,13 +113,13 @@ def fail(argument: str, expected: str, seen: object) -> NoReturn:
 class ParamNullError(KVCoreError, TypeError):
     """A required array is None (aclnn 161001)."""
 
-    code = ACLNN_ERR_PARAM_NULLPTR
+    code: int | None = ACLNN_ERR_PARAM_NULLPTR
 
 
 class ParamInvalidError(KVCoreError, ValueError):
     """An argument has a wrong type, shape, dtype, mode or value (aclnn 161002)."""
 
-    code = ACLNN_ERR_PARAM_INVALID
+    code: int | None = ACLNN_ERR_PARAM_INVALID
 
 
 class SlotRangeError(ParamInvalidError, IndexError):

@@ -15,7 +15,7 @@ class CpuBackend:
     """Host memory, compiled kernels, always there."""
 
     name = "cpu"
-    spaces = frozenset({"host"})
+    spaces: frozenset[str] = frozenset({"host"})
 
     def why_not(self, plan: Plan | None = None) -> str | None:
         """None: it always runs."""

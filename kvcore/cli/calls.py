@@ -59,7 +59,7 @@ ATB = (
 ATB_KEY_ONLY = ("key", "key_cache", "slot_mapping")
 #: A word that marks a line as ATB's, and those under which logs know an operator, in lower case.
 ATB_MARK = "reshapeandcache"
-MARKS = {
+MARKS: dict[str, tuple[str, ...]] = {
     "scatter_pa_kv_cache": ("scatterpakvcache", ATB_MARK),
     "scatter_pa_cache": ("scatterpacache", ATB_MARK),
     "kv_cache_update": ("kvcacheoperation", "kvcachend", "kvcacheupdate"),

@@ -32,6 +32,10 @@ class Log:
     such lines.
     """
 
+    lines: int
+    calls: int
+    close: int
+
     def __init__(self, lines: Iterable[str], question: Question, order: str = "auto") -> None:
         self._lines, self._question, self._order = lines, question, order
         self.lines = self.calls = self.close = 0

@@ -34,7 +34,7 @@ Place = tuple[str, int]
 races: Races | None = None
 _tools: frozenset[str] = frozenset()
 #: Whether leakcheck wants to know where tensors are made.
-leaking = False
+leaking: bool = False
 
 #: What is said of a call that torch_npu makes by itself.
 ITSELF = ("torch_npu's own call", 0)

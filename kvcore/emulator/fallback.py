@@ -99,7 +99,7 @@ class Kernel(_calls.Kernel):
         packet, _, last = name.partition(".")
         super().__init__(f"{space}.{packet}.{last or 'default'}")
         self.short = name
-        self.overload = overload
+        self.overload: Any = overload
         self.special = special
 
     def prepare(self) -> None:
@@ -112,32 +112,34 @@ class Kernel(_calls.Kernel):
             self.overload = operators.overload_of(self.short)
         overload = self.overload
         schema = operators.schema_of(overload)
-        self.names = [argument.name for argument in schema.arguments]
-        self.written = {
+        self.names: list[str] = [argument.name for argument in schema.arguments]
+        self.written: set[str] = {
             argument.name
             for argument in schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         }
-        self.out_names = [
+        self.out_names: list[Any] = [
             a.name for a in schema.arguments if a.kwarg_only and a.name in self.written
         ]
         self.special = self.special or operators.SPECIAL.get(self.name)
         if self.special:
             self.written.update(self.special.writes)
         told = self.special.returns if self.special else None
-        self.returns = list(told or (self._source(ret) for ret in schema.returns))
-        self.lists = [str(ret.type).startswith("List") for ret in schema.returns]
-        self.single = len(self.returns) == 1
-        self.plain = self.single and self.returns[0] is None and not self.lists[0]
-        self.masks_wait = operators.waits_for_masks(overload)
-        self.waits = operators.depends_on_data(overload) and not self.masks_wait
-        self.random = operators.is_random(overload)
-        self.seeded = operators.with_generator(overload) if self.random else None
-        self.by_value = not any("Tensor" in str(a.type) for a in schema.arguments)
-        self.index_lists = operators.takes_host_indices(overload)
-        self.used = self.special.used if self.special else touched.indexed(self.name, self.names)
+        self.returns: list[str | None] = list(told or (self._source(ret) for ret in schema.returns))
+        self.lists: list[bool] = [str(ret.type).startswith("List") for ret in schema.returns]
+        self.single: bool = len(self.returns) == 1
+        self.plain: bool = self.single and self.returns[0] is None and not self.lists[0]
+        self.masks_wait: bool = operators.waits_for_masks(overload)
+        self.waits: bool = operators.depends_on_data(overload) and not self.masks_wait
+        self.random: bool = operators.is_random(overload)
+        self.seeded: Any | None = operators.with_generator(overload) if self.random else None
+        self.by_value: bool = not any("Tensor" in str(a.type) for a in schema.arguments)
+        self.index_lists: bool = operators.takes_host_indices(overload)
+        self.used: touched.Used | None = (
+            self.special.used if self.special else touched.indexed(self.name, self.names)
+        )
         run = self.special.run if self.special else self.seeded or overload
-        self.run = getattr(run, "_op", run)  # without OpOverload's own frame of Python
+        self.run: Any = getattr(run, "_op", run)  # without OpOverload's own frame of Python
 
     def _source(self, ret: Any) -> str | None:
         """The argument that a return value is, None if it is new."""

@@ -47,8 +47,8 @@ class Machine:
                 raise BackendUnavailableError(
                     f"the emulated machine's {name} cannot be loaded: {error}"
                 ) from error
-        self.libraries = opened
-        self.core = opened[0]
+        self.libraries: list[ctypes.CDLL] = opened
+        self.core: ctypes.CDLL = opened[0]
         for name, result, *arguments in (
             ("kvdouble_violations", c_char_p),
             ("kvdouble_soc", None, c_char_p),

@@ -53,13 +53,13 @@ class Call:
     def __init__(self, func: Any) -> None:
         schema = operators.schema_of(func)
         packet = schema.name.rpartition("::")[2]
-        self.name = str(func)
-        self.backward = f"backward of {self.name}"
-        self.kernel = fallback.kernels.get(func.name())
-        self.copies = packet in _COPIES
-        self.fresh = packet in _FRESH
-        self.makes = any(ret.alias_info is None for ret in schema.returns)
-        self.noted = (self.copies and packet != "_pin_memory") or packet in _CALLED_LATER
+        self.name: str = str(func)
+        self.backward: str = f"backward of {self.name}"
+        self.kernel: fallback.Kernel | None = fallback.kernels.get(func.name())
+        self.copies: bool = packet in _COPIES
+        self.fresh: bool = packet in _FRESH
+        self.makes: bool = any(ret.alias_info is None for ret in schema.returns)
+        self.noted: bool = (self.copies and packet != "_pin_memory") or packet in _CALLED_LATER
         self.touched: list[tuple[int, str, bool]] = []
         self.written: list[tuple[int, str]] = []
         for position, argument in enumerate(schema.arguments):

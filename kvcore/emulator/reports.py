@@ -73,7 +73,7 @@ class Collector:
         self.check = "report"
         self.file: Path | None = None
         self.tasks = 0
-        self.left_out = 0
+        self.left_out: int = 0
 
     def begin(self) -> None:
         """Forget what a parent process found."""
@@ -185,7 +185,7 @@ def _fail(found: list[Report]) -> NoReturn:
     raise error
 
 
-collector = Collector()
+collector: Collector = Collector()
 
 
 def reports() -> list[Report]:

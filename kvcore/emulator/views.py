@@ -24,13 +24,16 @@ class Views:
     host memory, whose bytes are the host's.
     """
 
+    start: int
+    swapped: int
+
     def __init__(self) -> None:
         loaded = machine.load()
         self._core = loaded.core
         self._core.kvdouble_host_address.restype = ctypes.c_void_p
         self._core.kvdouble_host_address.argtypes = [ctypes.c_void_p]
         self.start, size, alias, self.swapped = loaded.ranges()
-        self.end = self.start + size
+        self.end: int = self.start + size
         whole = (ctypes.c_char * size).from_address(self.start + alias)
         self._bytes = torch.frombuffer(whole, dtype=torch.uint8)
         self._whole: dict[Any, Any] = {}

@@ -20,7 +20,7 @@ class AclnnBackend:
     """
 
     name = "aclnn"
-    spaces = frozenset({"device"})
+    spaces: frozenset[str] = frozenset({"device"})
 
     #: Arguments that may lie on the host while others are on the device.
     uploads = INDEX_ARGUMENTS

@@ -25,7 +25,11 @@ from kvcore.errors import fail
 
 __all__ = ["check", "fallback", "quirks", "use_options"]
 
-KNOWN = {"check": ("host", "device"), "quirks": ("refuse", "pass"), "fallback": ("cpu",)}
+KNOWN: dict[str, tuple[str, ...]] = {
+    "check": ("host", "device"),
+    "quirks": ("refuse", "pass"),
+    "fallback": ("cpu",),
+}
 _set: ContextVar[dict[str, str] | None] = ContextVar("kvcore_aclnn_options", default=None)
 
 

@@ -62,6 +62,9 @@ class PrefillOffloader:
     Raises ParamInvalidError; DeviceOutOfMemoryError with nothing kept.
     """
 
+    max_tokens: int
+    depth: int
+
     def __init__(
         self,
         device: Device,

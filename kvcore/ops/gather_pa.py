@@ -18,10 +18,9 @@ from kvcore._core.plan import Operator, Spec
 from kvcore.dtypes import DType
 from kvcore.errors import ParamInvalidError
 from kvcore.ops import checks, soc_gather
-from kvcore.ops.twins import plan_twin
 from kvcore.soc import SoC
 
-__all__ = ["GatherCase", "classify", "gather_pa_kv_cache", "plan_gather_pa_kv_cache"]
+__all__ = ["GatherCase", "classify", "gather_pa_kv_cache"]
 
 ARGUMENTS = (
     "key_cache",
@@ -328,6 +327,3 @@ def gather_pa_kv_cache(
         backend,
         num_threads,
     )
-
-
-plan_gather_pa_kv_cache = plan_twin(gather_pa_kv_cache, GATHER)

@@ -18,14 +18,12 @@ from kvcore._core.selected import IndexArray, SelectionLane
 from kvcore.dtypes import DType
 from kvcore.errors import ParamInvalidError, ParamNullError, shown
 from kvcore.ops import checks, soc_gather
-from kvcore.ops.twins import plan_twin
 from kvcore.soc import SoC
 
 __all__ = [
     "SelectionCase",
     "classify",
     "gather_selection_kv_cache",
-    "plan_gather_selection_kv_cache",
 ]
 
 ARGUMENTS = (
@@ -421,8 +419,3 @@ def gather_selection_kv_cache(
         num_threads,
         stats,
     )
-
-
-plan_gather_selection_kv_cache = plan_twin(
-    gather_selection_kv_cache, SELECT, "  Each returns a new array and fills stats anew."
-)

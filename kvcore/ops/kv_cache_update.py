@@ -18,10 +18,9 @@ from kvcore._core.plan import Operator, Spec
 from kvcore.dtypes import DType
 from kvcore.errors import ParamInvalidError, in_words, shown
 from kvcore.ops import checks, soc_update
-from kvcore.ops.twins import plan_twin
 from kvcore.soc import SoC
 
-__all__ = ["kv_cache_update", "plan_kv_cache_update"]
+__all__ = ["kv_cache_update"]
 
 ARGUMENTS = ("new_kv", "layer_id", "past", "token_offset", "seq_len")
 NEW_KV, LAYER_ID, PAST, TOKEN_OFFSET, SEQ_LEN = range(5)
@@ -244,6 +243,3 @@ def kv_cache_update(
         backend,
         num_threads,
     )
-
-
-plan_kv_cache_update = plan_twin(kv_cache_update, UPDATE)

@@ -43,8 +43,10 @@ class Question:
     def __init__(self, function: Callable[..., Any], operator: Operator) -> None:
         self.operator = operator
         parameters = inspect.signature(function).parameters
-        self.arrays = tuple(name for name in operator.arguments if name in parameters)
-        self.words = {
+        self.arrays: tuple[str, ...] = tuple(
+            name for name in operator.arguments if name in parameters
+        )
+        self.words: dict[str, Any] = {
             name: one.default
             for name, one in parameters.items()
             if name not in (*self.arrays, *NOT_ASKED)
@@ -89,7 +91,7 @@ class UpdateQuestion(Question):
 
     def __init__(self, function: Callable[..., Any], operator: Operator) -> None:
         super().__init__(function, operator)
-        self.words = {"layer": None, **self.words}
+        self.words: dict[str, Any] = {"layer": None, **self.words}
 
     def ask(self, given: Mapping[str, Any]) -> Answer:
         """As of every operator; layer: a number for layer_id."""

@@ -17,12 +17,9 @@ from kvcore._core.reach import Reach
 from kvcore.ops import checks, compress, soc_scatter
 from kvcore.ops.scatter_case import ARGUMENTS, SLOT_MAPPING, ScatterCase
 from kvcore.ops.scatter_rules import classify, nct_rule
-from kvcore.ops.twins import plan_twin
 from kvcore.soc import SoC
 
 __all__ = [
-    "plan_scatter_pa_cache",
-    "plan_scatter_pa_kv_cache",
     "reshape_and_cache",
     "scatter_pa_cache",
     "scatter_pa_kv_cache",
@@ -196,9 +193,6 @@ def scatter_pa_kv_cache(
     )
 
 
-plan_scatter_pa_kv_cache = plan_twin(scatter_pa_kv_cache, SCATTER)
-
-
 def reshape_and_cache(
     key: Any,
     value: Any,
@@ -259,6 +253,3 @@ def scatter_pa_cache(
         backend,
         num_threads,
     )
-
-
-plan_scatter_pa_cache = plan_twin(scatter_pa_cache, SCATTER_KEY)

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcore.ops.questions import QUESTIONS
-from kvcore.ops.scatter_pa import SCATTER, scatter_pa_kv_cache
-from kvcore.ops.twins import twin
 
-__all__ = ["Scenario", "scenario_of", "verdict_lines"]
+__all__ = ["Scenario", "scenario", "verdict_lines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,34 +41,8 @@ def verdict_lines(
     return lines
 
 
-def _scenario(arrays: tuple[Any, ...], params: tuple[Any, ...], *_: object) -> Scenario:
+def scenario(arrays: tuple[Any, ...], params: tuple[Any, ...], *_: object) -> Scenario:
+    """What scatter_pa_kv_cache would do with arrays and modes, read as it reads them."""
     answer = QUESTIONS["scatter_pa_kv_cache"].answer(arrays, params)
     assert answer.number is not None
     return Scenario(answer.number, answer.runs, answer.warnings)
-
-
-scenario_of = twin(
-    scatter_pa_kv_cache,
-    SCATTER,
-    _scenario,
-    name="scenario_of",
-    returns=Scenario,
-    module=__name__,
-    doc="""Say which scenario these arguments are, and which SoC would run them.
-
-    Takes the arguments of scatter_pa_kv_cache; each array may be a pair (shape, dtype) in its
-    place, which stands for a contiguous array of that shape (in elements, also of float4).
-    soc, backend and num_threads change nothing here.  Nothing is read but shapes, strides and
-    dtypes, and nothing is written.
-
-    Raises what scatter_pa_kv_cache raises, without a SoC, for arguments that are wrong anywhere.
-
-    >>> import kvcore
-    >>> found = kvcore.scenario_of(
-    ...     ((4, 8, 128), "float16"), ((64, 8, 16, 128), "float16"), ((4,), "int32"),
-    ...     ((4, 8, 128), "float16"), ((64, 8, 16, 128), "float16"), scatter_mode="NHSD",
-    ... )
-    >>> found.number, found.runs["A3"], found.runs["950"] is None
-    (7, None, False)
-    """,
-)

@@ -199,7 +199,7 @@ class SelectionQuirks:
     """
 
     #: The arrays whose values are read, for Plan.values.
-    arguments = (
+    arguments: tuple[str, ...] = (
         "selection_kv_block_status",
         "selection_topk_indices",
         "full_kv_actual_seq",
@@ -210,8 +210,8 @@ class SelectionQuirks:
         table = soc.profile.selection
         assert table is not None
         self.case = case
-        self.soc = soc.name
-        self.short = table.topk_of_blocks
+        self.soc: str = soc.name
+        self.short: int = table.topk_of_blocks
 
     def __call__(self, plan: Any) -> None:
         """Warn of what a plan's values, which are right by the operator's rules, lead to."""

@@ -50,8 +50,18 @@ def twin(
     return made
 
 
-def plan_twin(function: Callable[P, Any], operator: Operator, more: str = "") -> Callable[P, Plan]:
+def plan_twin(
+    function: Callable[P, Any], operator: Operator, more: str = "", *, module: str | None = None
+) -> Callable[P, Plan]:
     """The plan function of an operator; more: what its docstring says besides."""
     name = function.__name__
     doc = f"A Plan of {name} with the same arguments: run() it any number of times.{more}"
-    return twin(function, operator, operator.plan, name=f"plan_{name}", returns=Plan, doc=doc)
+    return twin(
+        function,
+        operator,
+        operator.plan,
+        name=f"plan_{name}",
+        returns=Plan,
+        doc=doc,
+        module=module,
+    )

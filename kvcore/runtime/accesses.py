@@ -32,8 +32,8 @@ class Access:
     def __init__(
         self, argument: str, owner: Any, arrays: Sequence[npt.NDArray[Any]] | None = None
     ) -> None:
-        self.argument = argument
-        self.owner = owner
+        self.argument: str = argument
+        self.owner: Any = owner
         if arrays is None:
             own = owner.storage.owner if isinstance(owner, BufferCore) else None
             arrays = (array_of(owner, argument, own),)

@@ -102,17 +102,21 @@ class Copy:
         "reads",
         "writes",
     )
+    d2h_bytes: int
+    h2d_bytes: int
+    host_bytes: int
+
     workspace_size = 0
 
     def __init__(self, payer: Payer, dst: object, src: object) -> None:
         d, s = _pair(payer, dst, src, "dst", "src")
-        self.name = "copy"
+        self.name: str = "copy"
         self.ends: Ends = [(dst, src)]
         self._table: Ranges | None = None
         self._loops = [(bits(d), bits(s))]
         self._held = [*held(dst, "dst"), *held(src, "src")]
-        self.bytes_moved = d.nbytes
-        self.num_descriptors = pieces_of(d, s)
+        self.bytes_moved: int = d.nbytes
+        self.num_descriptors: int = pieces_of(d, s)
         self.writes: tuple[Access, ...] = (Access("dst", dst, (d,)),)
         self.reads: tuple[Access, ...] = (Access("src", src, (s,)),)
         self.demands: list[Demand] = []
@@ -236,16 +240,16 @@ class Fill:
                 expected=str(array.dtype),
             )
         self._held = held(dst, "dst")
-        self.target = bits(array)
-        self.value = bits(one.reshape(1))[0]
-        self.bytes_moved = int(array.nbytes)
-        self.num_descriptors = pieces_of(array, array)
-        self.writes = accesses_of("dst", [dst], [array])
+        self.target: npt.NDArray[Any] = bits(array)
+        self.value: Any = bits(one.reshape(1))[0]
+        self.bytes_moved: int = int(array.nbytes)
+        self.num_descriptors: int = pieces_of(array, array)
+        self.writes: tuple[Access, ...] = accesses_of("dst", [dst], [array])
         on_device = space_of(dst) == "device"
         self.demands: list[Demand] = (
             [(HBM, self.bytes_moved, self.num_descriptors)] if on_device else []
         )
-        self.host_bytes = 0 if on_device else self.bytes_moved
+        self.host_bytes: int = 0 if on_device else self.bytes_moved
 
     def run(self) -> None:
         """Set the elements.  Raises ParamInvalidError for an array that changed since."""
@@ -264,9 +268,9 @@ class Timed:
     __slots__ = ("name", "reads", "writes")
 
     def __init__(self, payer: Payer, name: str, reads: object, writes: object) -> None:
-        self.name = name
-        self.reads = whole_accesses("reads", reads, payer.key)
-        self.writes = whole_accesses("writes", writes, payer.key)
+        self.name: str = name
+        self.reads: tuple[Access, ...] = whole_accesses("reads", reads, payer.key)
+        self.writes: tuple[Access, ...] = whole_accesses("writes", writes, payer.key)
         for access in self.writes:
             if access.read_only:
                 raise _read_only(access.argument)

@@ -36,6 +36,8 @@ from kvcore.runtime.watching.trace import Trace
 
 if TYPE_CHECKING:
     from kvcore.runtime.abc import Driver
+    from kvcore.runtime.model._clock import ModelClock
+    from kvcore.runtime.profile import DeviceProfile
     from kvcore.runtime.queues._marks import Failure, Mark
     from kvcore.runtime.settings import Settings
 
@@ -87,29 +89,29 @@ class Core:
     def __init__(self, settings: Settings, driver: Driver) -> None:
         self.settings = settings
         self.driver = driver
-        self.profile = settings.profile
-        self.key = object()
-        self.lock = threading.RLock()
+        self.profile: DeviceProfile | None = settings.profile
+        self.key: object = object()
+        self.lock: threading.RLock = threading.RLock()
         admission = Admission(self.key, self.profile is not None)
         # (the workers hold their executor, which must not hold the device)
         admission.refuse = partial(_refuse, weakref.ref(driver))
-        self.executor = Executor(admission, settings.seed, settings.clock == "model")
+        self.executor: Executor = Executor(admission, settings.seed, settings.clock == "model")
         self.executor.lock = self.lock
         # (no methods: every call of a program begins with one of these)
-        self.check = self.executor.check
-        self.check_process = self.executor.check_process
-        self.waiting = Waiting(driver)
-        self.ledgers = {space: Ledger(-1) for space in SPACES}
+        self.check: Callable[[], None] = self.executor.check
+        self.check_process: Callable[[], None] = self.executor.check_process
+        self.waiting: Waiting = Waiting(driver)
+        self.ledgers: dict[str, Ledger] = {space: Ledger(-1) for space in SPACES}
         self.storages: weakref.WeakSet[Storage] = weakref.WeakSet()
         self.queues: list[Queue] = []
         self.captures: list[Any] = []
-        self.promises = Promises()
-        self.origin = time.monotonic()
+        self.promises: Promises = Promises()
+        self.origin: float = time.monotonic()
         #: The queue of the device's default stream, made when it is first asked for.
         self.default_queue: Callable[[], Queue]
         self.closed = False
         self.abandoned = False
-        self.buffer_class = driver.buffer_class
+        self.buffer_class: type[Buffer] = driver.buffer_class
         self.trace: Trace | None = None
         self.race: RaceCheck | None = None
         if settings.max_events:
@@ -121,7 +123,7 @@ class Core:
                 self.ledgers,
             )
         driver.attach(self)
-        self.clock = driver.clock
+        self.clock: ModelClock | None = driver.clock
         self.limit_memory()
         if settings.race_check != "off":
             self.race = RaceCheck(
@@ -132,7 +134,7 @@ class Core:
         if self.race or self.clock or self.trace:
             self.executor.observer = Observer(self.lock, self.race, self.clock, self.trace)
             self.executor.observe_start = settings.check_host
-        self.costs = self.clock is not None or self.trace is not None
+        self.costs: bool = self.clock is not None or self.trace is not None
         _CORES.add(self)
 
     # -- may I?

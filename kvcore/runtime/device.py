@@ -78,11 +78,11 @@ class Device:
             check_host=check_host,
             max_events=max_events,
         )
-        self.profile = asked.profile
-        self.backend = driver.name
-        self.workers = asked.workers
-        self.clock = asked.clock
-        self.race_check = asked.race_check
+        self.profile: DeviceProfile | None = asked.profile
+        self.backend: str = driver.name
+        self.workers: int = asked.workers
+        self.clock: str = asked.clock
+        self.race_check: str = asked.race_check
         self._core = core = Core(asked, driver)
         core.executor.graph_wait = join_or_refuse
         self._streams = Streams(core, self)

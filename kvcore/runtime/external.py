@@ -30,12 +30,14 @@ class Round:
     A graph keeps it, and does what was captured with ``act`` at each replay.
     """
 
+    recorded: bool
+
     def __init__(self, core: Core) -> None:
         self._core = core
         self._begin()
 
     def _begin(self) -> None:
-        self.mark = Mark()
+        self.mark: Mark = Mark()
         self.recorded = self._awaited = self._reset = False
 
     def act(self, queue: Queue, verb: str, *, replayed: bool = False) -> None:

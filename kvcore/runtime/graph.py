@@ -45,7 +45,7 @@ class CaptureState:
         self.steps: list[Step] = []
         self.storages: dict[int, Storage] = {}
         self._num_marks = 0
-        self.ready = False
+        self.ready: bool = False
         self.program: Program | None = None
         # what each branch has reached of each branch: branch -> number of its last step
         self._reached: list[dict[int, int]] = [{}]
@@ -218,7 +218,7 @@ class Capture:
         self._core = core
         self._queue = stream.queue
         self._recording = CaptureState(core, stream.queue)
-        self.graph = Graph(self._recording, streams, device)
+        self.graph: Graph = Graph(self._recording, streams, device)
         self._entered = False
 
     def __enter__(self) -> Graph:

@@ -175,7 +175,7 @@ class FifoLane(Lane):
     def __init__(self, driver: LaneDriver, queue: Queue) -> None:
         super().__init__(driver, queue)
         #: Failures so far: what was launched before one is not begun behind it.
-        self.losses = 0
+        self.losses: int = 0
         self._last: Failure | None = None
         self._in_flight = 0
         self._marks_in_flight = 0

@@ -116,8 +116,8 @@ class DeviceProfile:
         if figures["pageable_share"].value > 1:
             seen = shown(figures["pageable_share"].value)
             raise _invalid("pageable_share", "a share from 0 to 1", seen)
-        self.figures = {key: figures[key] for key in FIGURES}
-        self.capacity_bytes = int(self.value("capacity") * 2**30)
+        self.figures: dict[str, Figure] = {key: figures[key] for key in FIGURES}
+        self.capacity_bytes: int = int(self.value("capacity") * 2**30)
         # (us, us a piece, us a byte) of each resource, in RESOURCES' order
         self.service: tuple[tuple[float, float, float], ...] = tuple(
             (

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 try:
     import torch as _torch  # noqa: F401
-except ImportError as error:  # pragma: no cover - depends on the installation
+except ImportError as _error:  # pragma: no cover - depends on the installation
     raise ImportError(
         "kvcore.torch needs torch; install it with: pip install 'torch>=2.6'"
-    ) from error
+    ) from _error
 
 from kvcore.torch.installation import Installation, install
 from kvcore.torch.library import LIBRARY, OPERATORS

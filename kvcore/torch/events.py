@@ -10,7 +10,7 @@ from kvcore.torch.streams import active, the_stream
 if TYPE_CHECKING:
     from kvcore.runtime import Event as RuntimeEvent
     from kvcore.runtime import ExternalEvent as RuntimeExternalEvent
-    from kvcore.torch.streams import Stream
+    from kvcore.torch.streams import Stream, Streams
 
 __all__ = ["Event", "ExternalEvent"]
 
@@ -21,7 +21,7 @@ class Event:
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> None:
-        self.streams = active()
+        self.streams: Streams = active()
         self.raw: RuntimeEvent = self.streams.device.event(
             blocking=bool(blocking), enable_timing=bool(enable_timing)
         )
@@ -60,7 +60,7 @@ class ExternalEvent:
     """
 
     def __init__(self) -> None:
-        self.streams = active()
+        self.streams: Streams = active()
         self.raw: RuntimeExternalEvent = self.streams.device.external_event()
 
     def record(self, stream: Stream | None = None) -> None:

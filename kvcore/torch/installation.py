@@ -59,7 +59,7 @@ class Installation:
         self.ns = ns
         self.soc = soc
         self.recorder = recorder
-        self.streams = Streams(device)
+        self.streams: Streams = Streams(device)
         self._undo = contextlib.ExitStack()
 
     # -- calls

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from sys import _getframe
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +37,8 @@ class Done:
 
     def __init__(self, call: Call, name: str) -> None:
         self.name = name
-        self.bytes_moved = call.bytes_moved
-        self.num_descriptors = call.num_descriptors
+        self.bytes_moved: int = call.bytes_moved
+        self.num_descriptors: int = call.num_descriptors
         self._touched = call.touched()
         _take_cost(self, call.plan)
 
@@ -63,7 +63,7 @@ class Later:
         self.call = call
         self.name = name
         self._names = names
-        self.touched = call.touched
+        self.touched: Callable[[], tuple[tuple[Any, ...], tuple[Any, ...]]] = call.touched
         _take_cost(self, call.plan)
 
     @property

@@ -122,8 +122,8 @@ class Recorder:
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self.path: Path | None = None
-        self.calls = 0
-        self.dropped = 0
+        self.calls: int = 0
+        self.dropped: int = 0
         self._written = 0
         self._broken = False
 

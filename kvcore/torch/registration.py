@@ -98,9 +98,9 @@ class Arguments:
     """Reads the arguments of a call by a schema's names."""
 
     def __init__(self, schema: str) -> None:
-        self.schema = parse_schema(schema)
-        self.names = [argument.name for argument in self.schema.arguments]
-        self.written = {
+        self.schema: Any = parse_schema(schema)
+        self.names: list[str] = [argument.name for argument in self.schema.arguments]
+        self.written: set[str] = {
             argument.name for argument in self.schema.arguments if _is_written(argument)
         }
 

@@ -50,7 +50,7 @@ class Streams:
         if device is not None:
             _pass_over_torch()
         self._watched: bool | None = None
-        self.closed = False
+        self.closed: bool = False
 
     @property
     def in_use(self) -> bool:

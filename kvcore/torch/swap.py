@@ -71,13 +71,15 @@ class Swap:
         self._places = np.flatnonzero(sizes)
         # Rows (target, source, bytes) of memory that nobody else has.
         self._table = np.stack([targets, sources, sizes], 1)[self._places]
-        self.num_descriptors = len(self._places)
-        self.bytes_moved = sum(self._table[:, 2].tolist())
+        self.num_descriptors: int = len(self._places)
+        self.bytes_moved: int = sum(self._table[:, 2].tolist())
         link = {TO_DEVICE: H2D, TO_HOST: D2H}.get(direction)
         self.host_bytes = 0
-        self.h2d_bytes = self.bytes_moved if direction == TO_DEVICE else 0
-        self.d2h_bytes = self.bytes_moved if direction == TO_HOST else 0
-        self.demands = [(HBM, self.bytes_moved * (1 + (link is None)), self.num_descriptors)]
+        self.h2d_bytes: int = self.bytes_moved if direction == TO_DEVICE else 0
+        self.d2h_bytes: int = self.bytes_moved if direction == TO_HOST else 0
+        self.demands: list[tuple[int, int, int]] = [
+            (HBM, self.bytes_moved * (1 + (link is None)), self.num_descriptors)
+        ]
         if link is not None:
             self.demands.insert(0, (link, self.bytes_moved, self.num_descriptors))
 

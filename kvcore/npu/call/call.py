@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcore._core.plan import Plan
+from kvcore._core.plan import Operator, Plan, Spec
 from kvcore._core.portability import Harm
 from kvcore.dtypes import DType
 from kvcore.errors import fail
@@ -42,6 +42,9 @@ class OperatorCall:
     harm:      what the machine would do wrong without an error, or None.
     """
 
+    operator: Operator
+    params: tuple[Any, ...]
+
     #: The C function, without GetWorkspaceSize.
     function: str
     #: Arguments that the kernel writes.
@@ -55,7 +58,7 @@ class OperatorCall:
         # The plan is not kept: it holds this object, and its arrays must be freed with it.
         self.operator, _, self.params, _ = plan.request
         self.case: Any = plan.spec.case
-        self.spec = plan.spec
+        self.spec: Spec = plan.spec
         self.soc = soc
         self.arguments = arguments
         self.copied: set[int] = set()

@@ -38,14 +38,14 @@ class DeviceArray:
         offset: int = 0,
     ) -> None:
         self.memory = memory
-        self.shape = tuple(shape)
+        self.shape: tuple[int, ...] = tuple(shape)
         self.dtype = dtype
-        self.itemsize = BY_NAME[dtype].itemsize
-        self.strides = tuple(strides or dense_strides(shape, self.itemsize))
-        self.address = memory.address + offset
-        self.base = memory.address
-        self.storage_bytes = memory.nbytes
-        self.device_id = memory.device_id
+        self.itemsize: int = BY_NAME[dtype].itemsize
+        self.strides: tuple[int, ...] = tuple(strides or dense_strides(shape, self.itemsize))
+        self.address: int = memory.address + offset
+        self.base: int = memory.address
+        self.storage_bytes: int = memory.nbytes
+        self.device_id: int = memory.device_id
 
     @classmethod
     def of(cls, array: NDArray[Any], dtype: str | None = None, device_id: int = 0) -> DeviceArray:

@@ -21,12 +21,12 @@ class GatherCall(OperatorCall):
     """The tokens of each request; the mode goes by its string, whatever the tensors' format."""
 
     function = "aclnnGatherPaKvCache"
-    outputs = frozenset({"key", "value"})
+    outputs: frozenset[str] = frozenset({"key", "value"})
 
     def __init__(self, plan: Plan, arguments: list[Argument | None], soc: SoC) -> None:
         super().__init__(plan, arguments, soc)
-        self.cache_mode = self.case.cache_mode
-        self.totals = self.case.totals
+        self.cache_mode: Any = self.case.cache_mode
+        self.totals: Any = self.case.totals
         for lane, kind in zip(self.case.lanes, self.case.dtypes, strict=True):
             self.take_for(lane, kind)
         self.settle_strides(self._free_axes())

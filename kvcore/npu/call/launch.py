@@ -24,7 +24,7 @@ from kvcore.npu.call.arrays import Argument, describe, place
 from kvcore.npu.call.call import OperatorCall
 from kvcore.npu.call.gather import GatherCall
 from kvcore.npu.call.memory import Keep, Room
-from kvcore.npu.call.owners import owner_of
+from kvcore.npu.call.owners import Owner, owner_of
 from kvcore.npu.call.scatter import KeyScatterCall, ScatterCall
 from kvcore.npu.call.selection import SelectionCall
 from kvcore.npu.call.tensors import TensorHandles
@@ -88,9 +88,11 @@ class Form:
 
     def __init__(self, plan: Plan, cann: Cann, described: list[Argument | None]) -> None:
         self.cann = cann
-        self.call = CALLS[plan.operator.name](plan, described, cann.soc())
-        self.described = [one and one.described() for one in self.call.arguments]
-        self.owner = owner_of(plan)
+        self.call: OperatorCall = CALLS[plan.operator.name](plan, described, cann.soc())
+        self.described: list[Argument | None] = [
+            one and one.described() for one in self.call.arguments
+        ]
+        self.owner: type[Owner] = owner_of(plan)
         self._spare: list[Values] = []
 
     def take_values(self) -> Values:

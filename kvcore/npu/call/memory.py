@@ -89,7 +89,7 @@ class Pool:
         self.cann = cann
         self.device_id = device_id
         self.stream = stream
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()
         self._blocks: dict[str, DeviceMemory] = {}
         self._retired: deque[tuple[int, Sequence[DeviceMemory | _HeldArray]]] = deque()
         self._stuck: list[DeviceMemory | _HeldArray] = []
@@ -244,7 +244,7 @@ class Room:
         self.device_id = device_id
         self.stream = stream
         self.keep = keep
-        self.pool = None if keep is not None else pool_of(cann, device_id, stream)
+        self.pool: Pool | None = None if keep is not None else pool_of(cann, device_id, stream)
         self._new: list[DeviceMemory | _HeldArray] = []
 
     def __enter__(self) -> Room:

@@ -26,7 +26,7 @@ class Owner:
     def __init__(self, like: Argument) -> None:
         self.like = like
         assert like.device_id is not None
-        self.device_id = like.device_id
+        self.device_id: int = like.device_id
 
     def stream(self) -> int:
         """The handle to run on; 0 is the default stream."""

@@ -27,17 +27,17 @@ class ScatterCall(OperatorCall):
     """
 
     function = "aclnnScatterPaKvCache"
-    outputs = frozenset({"key_cache", "value_cache"})
+    outputs: frozenset[str] = frozenset({"key_cache", "value_cache"})
 
     def __init__(self, plan: Plan, arguments: list[Argument | None], soc: SoC) -> None:
         super().__init__(plan, arguments, soc)
         case = self.case
-        self.cache_mode = case.cache_mode
+        self.cache_mode: Any = case.cache_mode
         # Under PA_NZ a scatter mode means nothing, and CANN's tiling wants none.
         self.scatter_mode = case.scatter_mode if case.cache_mode == "Norm" else "None"
-        self.counts = self.scatter_mode == "Nct"
-        self.key_only = case.key_only
-        self.four_d = case.number == 3
+        self.counts: bool = self.scatter_mode == "Nct"
+        self.key_only: Any = case.key_only
+        self.four_d: Any = case.number == 3
         self.take_for((KEY, KEY_CACHE), case.dtype)
         if self.key_only:
             self.arguments[VALUE] = self.arguments[VALUE_CACHE] = None
@@ -149,7 +149,7 @@ class KeyScatterCall(ScatterCall):
     """ScatterPaCache, on the 950: the key alone."""
 
     function = "aclnnScatterPaCache"
-    outputs = frozenset({"key_cache"})
+    outputs: frozenset[str] = frozenset({"key_cache"})
 
     def _free_axes(self) -> dict[str, int]:
         return {}  # which strides its kernels honour is not known

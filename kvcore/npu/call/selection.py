@@ -28,7 +28,7 @@ class SelectionCall(OperatorCall):
     """
 
     function = "aclnnGatherSelectionKvCache"
-    outputs = frozenset(
+    outputs: frozenset[str] = frozenset(
         {
             *("selection_k_rope", "selection_kv_cache"),
             *("selection_kv_block_table", "selection_kv_block_status"),
@@ -37,10 +37,10 @@ class SelectionCall(OperatorCall):
 
     def __init__(self, plan: Plan, arguments: list[Argument | None], soc: SoC) -> None:
         super().__init__(plan, arguments, soc)
-        self.block = self.case.block
+        self.block: Any = self.case.block
         if self.case.cumulative:
             fail("q_lens_cumulative", "False on an NPU (pass lengths)", True)
-        self.without_rope = self.case.infos[ROPE] is None
+        self.without_rope: bool = self.case.infos[ROPE] is None
         if self.without_rope:
             self.arguments[ROPE] = self.arguments[FULL_ROPE] = None
         self.take_for((ROPE, CACHE, FULL_ROPE, FULL_CACHE), self.case.dtype)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcore._core.plan import Plan
 from kvcore.dtypes import BY_NAME
@@ -35,17 +36,17 @@ class UpdateCall(OperatorCall):
     """Append each request's tokens to one layer."""
 
     function = "aclnnScatterPaKvCache"
-    outputs = frozenset({"past"})
-    host_values = ("layer_id", "token_offset", "seq_len")
+    outputs: frozenset[str] = frozenset({"past"})
+    host_values: tuple[str, ...] = ("layer_id", "token_offset", "seq_len")
 
     def __init__(self, plan: Plan, arguments: list[Argument | None], soc: SoC) -> None:
         super().__init__(plan, arguments, soc)
-        self.layer = self.case.layer
+        self.layer: int = self.case.layer
         self.take_for((NEW_KV, PAST), self.case.dtype)
         # The slice of a layer must be contiguous; the layers may lie apart.
         self.settle_strides({"past": 1})
         self.ask_the_table()
-        self.slots = np.empty(0, np.int64)
+        self.slots: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def is_empty(self) -> bool:
         """Whether the call has no tokens."""

@@ -34,7 +34,7 @@ class _Thread(threading.local):
 
 
 #: Of this OS thread: whether it runs a host function, in which no call of CANN may be made.
-thread = _Thread()
+thread: _Thread = _Thread()
 
 
 class Cann:
@@ -48,7 +48,7 @@ class Cann:
     def __init__(self, search: Search, runtime: LoadedLibrary) -> None:
         self.search = search
         self.runtime = runtime
-        self.pid = os.getpid()
+        self.pid: int = os.getpid()
         self._lock = threading.RLock()
         self._operators: list[LoadedLibrary] | None = None
         self._meta: LoadedLibrary | None = None

@@ -79,7 +79,7 @@ class AclDriver(Driver):
     """
 
     name = "aclnn"
-    buffer_class = AclBuffer
+    buffer_class: type[Buffer] = AclBuffer
     tidies = True
 
     cann: library.Cann
@@ -87,7 +87,7 @@ class AclDriver(Driver):
     def __init__(self, backend: str = "aclnn") -> None:
         self._backend = backend
         self._total: int | None = None
-        self.turns = Turns()
+        self.turns: Turns = Turns()
         self.lanes: list[AclLane] = []
         self.buffers: weakref.WeakSet[AclBuffer] = weakref.WeakSet()
         self.held: set[AclLane] = set()
@@ -125,13 +125,13 @@ class AclDriver(Driver):
         """Make the parts that count handles and memory; nothing is taken yet."""
         super().attach(core)
         cann, device_id = self.cann, self.device_id
-        self.watch = HardwareWatch(self)
-        self.handles = Handles(cann, device_id)
-        self.rings = Handles(cann, device_id)
-        self.events = Events(cann)
-        self.models = Models(cann, self.events)
-        self.heap = Heap(cann, device_id)
-        self.batches = bool(cann.has("aclrtMemcpyBatchAsync"))
+        self.watch: HardwareWatch = HardwareWatch(self)
+        self.handles: Handles = Handles(cann, device_id)
+        self.rings: Handles = Handles(cann, device_id)
+        self.events: Events = Events(cann)
+        self.models: Models = Models(cann, self.events)
+        self.heap: Heap = Heap(cann, device_id)
+        self.batches: bool = bool(cann.has("aclrtMemcpyBatchAsync"))
 
     def bind(self) -> library.OnDevice:
         """Give this thread the device for a block: ``with driver.bind():``."""

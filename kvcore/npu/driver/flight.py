@@ -39,9 +39,9 @@ class Flight:
     def __init__(self, handles: Handles) -> None:
         self._handles = handles
         self._items: deque[Any] = deque()
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
         self._handle = handles.make()
-        self.losses = 0
+        self.losses: int = 0
         self._last_loss: Failure | None = None
         #: Calls that use the handle now; a lost one is destroyed behind the last of them.
         self._users = 0

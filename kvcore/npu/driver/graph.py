@@ -111,18 +111,22 @@ class AclProgram:
     def __init__(self, driver: Hardware, steps: Sequence[Step], queues: Sequence[Queue]) -> None:
         """Capture; the device is set on this thread.  CaptureError when CANN cannot."""
         self._driver = driver
-        self.turn = threading.Lock()
+        self.turn: threading.Lock = threading.Lock()
         launches = [step for step in steps if isinstance(step, Launch)]
-        self.num_operations = len(launches)
-        self.reads = tuple([access for step in launches for access in step.target.reads])
-        self.writes = tuple([access for step in launches for access in step.target.writes])
+        self.num_operations: int = len(launches)
+        self.reads: tuple[Any, ...] = tuple(
+            [access for step in launches for access in step.target.reads]
+        )
+        self.writes: tuple[Any, ...] = tuple(
+            [access for step in launches for access in step.target.writes]
+        )
         driver.complaints += driver.models.collect()
         owned: list[Any] = []
         events: list[int] = []
         try:
-            self.event = driver.events.make(timing=False)
+            self.event: Any = driver.events.make(timing=False)
             events.append(self.event)
-            self.model = self._capture(steps, queues, owned, events)
+            self.model: int = self._capture(steps, queues, owned, events)
         except BaseException as error:
             driver.models.give_back(owned, events, driver.complaints)
             if not isinstance(error, KVCoreError) or isinstance(error, CaptureError):

@@ -22,6 +22,7 @@ from kvcore.runtime.queues._outside import enter, leave, promise, settle
 
 if TYPE_CHECKING:
     from kvcore.npu.driver.parts import OnHardware
+    from kvcore.runtime.queues._marks import Mark
 
 __all__ = ["Action", "HostCall", "launch"]
 
@@ -35,7 +36,7 @@ class Action:
     __slots__ = ("__weakref__", "run")
 
     def __init__(self, run: Callable[[], object]) -> None:
-        self.run = run
+        self.run: Callable[[], object] = run
 
 
 _numbers = itertools.count(1)
@@ -78,13 +79,13 @@ class HostCall:
     def __init__(
         self, lane: OnHardware, fn: Callable[..., object], args: tuple[object, ...], name: str
     ) -> None:
-        self.name = name
+        self.name: str = name
         self._fn = fn
         self._args = args
         self._lane = lane
         self._losses = lane.flight.losses
         self._action: Action | None = None
-        self.done = promise(lane.queue)
+        self.done: Mark = promise(lane.queue)
 
     def run(self) -> None:
         """Hand the function over; called by a worker when the stream's queue comes to it."""

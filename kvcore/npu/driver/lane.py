@@ -59,7 +59,7 @@ class AclLane(Lane):
     def __init__(self, npu: Hardware, queue: Queue) -> None:
         super().__init__(cast("Driver", npu), queue)
         self.npu = npu
-        self.flight = Flight(npu.handles)
+        self.flight: Flight = Flight(npu.handles)
         self.shared = False
         #: A mark behind everything launched here, or None.
         self._tail: Mark | None = None

@@ -118,16 +118,16 @@ class HardwareRecord:
         self, executor: Executor, mark: Mark, timing: bool, lane: OnHardware | None = None
     ) -> None:
         self._executor = executor
-        self.lane = cast("OnHardware", lane)
+        self.lane: OnHardware = cast("OnHardware", lane)
         self.mark: Mark | None = mark
-        self.timing = timing
-        self.ready = promise(None)
-        self.handle = 0
+        self.timing: bool = timing
+        self.ready: Mark = promise(None)
+        self.handle: int = 0
         self.failure: Failure | None = None
         self.doomed: Failure | None = None
         self.rungs: list[Mark] = []
-        self.in_flight = False
-        self.losses = 0
+        self.in_flight: bool = False
+        self.losses: int = 0
 
     def hand_over(self, step: Mark) -> Callable[[], object]:
         """The queue has come to this record; what the call returns wakes those who wait.
@@ -287,4 +287,4 @@ class Dependency:
     __slots__ = ("record",)
 
     def __init__(self, record: HardwareRecord) -> None:
-        self.record = record
+        self.record: HardwareRecord = record

@@ -52,7 +52,7 @@ class Transfer:
 
     def __init__(self, driver: Hardware, plan: Copy | Fill) -> None:
         self._driver = driver
-        self.plan = plan
+        self.plan: Copy | Fill = plan
         key = driver.core.key
         self._spaces = _spaces(plan)
         self._pairs = [

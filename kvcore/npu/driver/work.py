@@ -39,7 +39,7 @@ class Work(Handover):
         self._lane = lane
         self._plan = plan
         self._held = HeldBuffers(owners)
-        self.name = name_of(plan)
+        self.name: str = name_of(plan)
 
     def __getattr__(self, attribute: str) -> Any:
         return getattr(self._plan, attribute)  # reads, writes, touched, arrays, ...

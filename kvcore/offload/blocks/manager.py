@@ -107,6 +107,9 @@ class OffloadManager:
     events: whether ``take_events`` has something to tell.
     """
 
+    capacity: int
+    policy: str
+
     def __init__(self, capacity: int, policy: str = "lru", *, events: bool = False) -> None:
         check_integer("capacity", capacity, 1, 2**31)
         check_choice("policy", policy, MANAGER_POLICIES)

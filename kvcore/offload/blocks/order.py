@@ -85,6 +85,9 @@ class ArcOrder(EvictionOrder):
     way as long as they are at least ``target``; where those may not go, the others do.
     """
 
+    capacity: int
+    target: int
+
     def __init__(self, capacity: int) -> None:
         self.capacity, self.target = capacity, 0
         self.once: Keys = OrderedDict()

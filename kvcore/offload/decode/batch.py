@@ -65,11 +65,14 @@ class Batch:
     closing: no request is taken any more; closed: and the memory was given back.
     """
 
+    closing: bool
+    closed: bool
+
     def __init__(self, settings: EngineSettings, places: Places, run: Launcher) -> None:
         self._max_batch, self._max_tokens = settings.max_batch, settings.max_tokens
         self._places, self._run = places, run
         self._requests: dict[Hashable, DecodeRequest] = {}  # those that are leaving included
-        self.totals = DecodeTotals()
+        self.totals: DecodeTotals = DecodeTotals()
         self.steps: set[LaunchedStep] = set()
         self.closing = self.closed = False
         self._failure: BaseException | None = None  # found while closing

@@ -89,6 +89,12 @@ class DecodeEngine:
     Raises ParamInvalidError before any work, DeviceOutOfMemoryError with nothing kept.
     """
 
+    max_batch: int
+    max_tokens: int
+    topk: int
+    max_drafts: int
+    write_policy: str
+
     def __init__(
         self,
         device: Device,
@@ -107,11 +113,11 @@ class DecodeEngine:
             rows=rows, options=options,
         )  # fmt: skip
         lanes = read_full(full, FullLane)
-        self.groups = read_groups(groups, lanes)
+        self.groups: tuple[tuple[int, ...], ...] = read_groups(groups, lanes)
         check_full(device, lanes)
         self.max_batch, self.max_tokens, self.topk = max_batch, max_tokens, topk
         self.max_drafts, self.write_policy = settings.max_drafts, settings.write_policy
-        self.recent_rows = settings.ring_rows
+        self.recent_rows: int = settings.ring_rows
         first = next(iter(lanes.values()))[0]
         self._chooser = Chooser(settings, first.block_size, first.num_blocks)
         places = Places(device, full, self.groups, settings)

@@ -112,7 +112,7 @@ class Launcher:
             self.streams[name] = device.stream(name)
         self._tallies = {name: Tally() for name in self.streams}
         layers = [layer for group in groups for layer in group]
-        self.events = LayerEvents(device, layers)
+        self.events: LayerEvents = LayerEvents(device, layers)
         self._installed = {layer: device.event() for layer in layers if layer in lanes}
         self._attended = [device.event() for _ in range(depth)]
         self._drained = [device.event() for _ in range(depth)]

@@ -56,6 +56,8 @@ class Tally:
     """
 
     __slots__ = ("launched", "ran")
+    launched: int
+    ran: int
 
     def __init__(self) -> None:
         self.launched = self.ran = 0
@@ -79,6 +81,12 @@ class BatchMove:
     demands: rows (resource, bytes, pieces); bytes_moved: payload; both of all requests.
     """
 
+    name: str
+    parts: Sequence[SingleMove]
+    arrays: tuple[Any, ...]
+    demands: list[Demand]
+    bytes_moved: int
+
     workspace_size = 0
     host_bytes = 0
 
@@ -92,7 +100,7 @@ class BatchMove:
     ) -> None:
         self.name, self.parts, self.arrays = name, parts, arrays
         self.demands, self.bytes_moved = demands, bytes_moved
-        self.num_descriptors = demands[-1][2] if demands else 0
+        self.num_descriptors: int = demands[-1][2] if demands else 0
         self._tally, self._number = Tally(), 0
 
     def launch(self, stream: Stream, tally: Tally) -> None:
@@ -133,6 +141,11 @@ class Ring:
     full: the layer's lanes; the rings' lanes have the same row bytes.
     """
 
+    layer: int
+    full: tuple[FullLane, ...]
+    places: int
+    rows: int
+
     def __init__(
         self, device: Any, layer: int, full: Sequence[FullLane], places: int, rows: int
     ) -> None:
@@ -144,7 +157,7 @@ class Ring:
         except BaseException:
             self.close()
             raise
-        self.arrays = [lane.__kvcore_array__ for lane in self.lanes]
+        self.arrays: list[Any] = [lane.__kvcore_array__ for lane in self.lanes]
 
     def close(self) -> None:
         """Give the memory back."""

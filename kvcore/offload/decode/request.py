@@ -58,6 +58,16 @@ class DecodeRequest:
         "pools",
         "window",
     )  # fmt: skip
+    aborted: bool
+    clean: int
+    confirmed: int
+    context: int
+    end: int
+    leaving: bool
+    name: Hashable
+    place: int
+    pools: dict[int, DevicePool]
+    window: int
 
     def __init__(
         self,
@@ -70,7 +80,7 @@ class DecodeRequest:
         self.name, self.place, self.pools = name, place, pools
         self._table = table
         self.context = self.end = self.clean = self.confirmed = self.window = context
-        self.epoch = 0
+        self.epoch: int = 0
         self.aborted = self.leaving = False
         self.last: Sequence[Any] = ()
         self.failed: BaseException | None = None

@@ -76,6 +76,10 @@ class DevicePool:
     Raises ParamInvalidError; DeviceOutOfMemoryError with nothing kept.
     """
 
+    policy: str
+    capacity: int
+    topk: int
+
     def __init__(
         self,
         full: Mapping[int, Sequence[Any]],

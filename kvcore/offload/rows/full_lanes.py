@@ -32,22 +32,22 @@ class FullLane:
     )  # fmt: skip
 
     def __init__(self, name: str, full: Any) -> None:
-        self.given = arrays.HeldArray(full, name)
+        self.given: arrays.HeldArray = arrays.HeldArray(full, name)
         info = self.given.info
         if len(info.shape) not in (2, 3) or 0 in info.shape:
             fail(name, "rows [tokens, size] or blocks [blocks, block_size, size]", info.shape)
         strides = meant_strides(info.shape, info.strides, info.itemsize)
         if strides[-1] != info.itemsize or min(strides) < 0:
             fail(name, "a contiguous last axis and no negative stride", info.strides)
-        self.owner = full
-        self.address = info.address
-        self.read_only = info.read_only
-        self.row_bytes = info.shape[-1] * info.itemsize
-        self.block_size = info.shape[-2]
-        self.row_stride = strides[-2]
-        self.flat = len(info.shape) == 2
-        self.num_blocks = 1 if self.flat else info.shape[0]
-        self.block_stride = 0 if self.flat else strides[0]
+        self.owner: Any = full
+        self.address: int = info.address
+        self.read_only: bool = info.read_only
+        self.row_bytes: int = info.shape[-1] * info.itemsize
+        self.block_size: int = info.shape[-2]
+        self.row_stride: int = strides[-2]
+        self.flat: bool = len(info.shape) == 2
+        self.num_blocks: int = 1 if self.flat else info.shape[0]
+        self.block_stride: int = 0 if self.flat else strides[0]
 
     @property
     def end(self) -> int:

@@ -48,9 +48,12 @@ class PoolLayer:
     """The lanes of a layer, and how far it is."""
 
     __slots__ = ("fetched", "installed", "lanes", "taken")
+    fetched: int
+    installed: int
+    taken: int
 
     def __init__(self, lanes: list[PoolLane]) -> None:
-        self.lanes = lanes
+        self.lanes: list[PoolLane] = lanes
         # The last selection whose hits were served, whose misses were, and that was installed.
         # (Apart, since two workers may be at the two halves of a serve.)
         self.taken = self.fetched = self.installed = 0
@@ -64,9 +67,11 @@ class PoolOutput:
     def __init__(self, out: Sequence[Any]) -> None:
         if isinstance(out, np.ndarray) or not isinstance(out, Sequence):
             fail("out", "a sequence with an array a lane", type(out).__name__)
-        self.arrays = tuple(out)
-        self.held = [arrays.HeldArray(array, f"out[{lane}]") for lane, array in enumerate(out)]
-        self.infos = [held.info for held in self.held]
+        self.arrays: tuple[Any, ...] = tuple(out)
+        self.held: list[arrays.HeldArray] = [
+            arrays.HeldArray(array, f"out[{lane}]") for lane, array in enumerate(out)
+        ]
+        self.infos: list[arrays.ArrayInfo] = [held.info for held in self.held]
 
 
 class PoolMove:
@@ -93,7 +98,7 @@ class PoolMove:
             fail("out", f"{len(layer.lanes)} arrays, one a lane", len(output.arrays))
         self._pool, self._kind, self._selection = pool, kind, selection
         self._layer, self._layer_id, self._out = layer, layer_id, output.arrays
-        self.skipped = False
+        self.skipped: bool = False
         self._ran = False
         self._infos = output.infos
         self._steps = [

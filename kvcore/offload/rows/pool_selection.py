@@ -21,6 +21,14 @@ class Selection:
     __slots__ = (
         "_halves", "hits", "host_rows", "ids", "misses", "number", "previous", "source", "target",
     )  # fmt: skip
+    hits: int
+    host_rows: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    misses: int
+    number: int
+    previous: int
+    source: NDArray[np.int32]
+    target: NDArray[np.int32]
 
     def __init__(
         self,

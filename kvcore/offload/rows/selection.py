@@ -48,6 +48,13 @@ class SelectionCache:
     Raises ParamInvalidError; DeviceOutOfMemoryError with nothing kept.
     """
 
+    batch: int
+    steps: int
+    topk: int
+    block: int
+    full_kv_cache: Any
+    full_k_rope: Any
+
     def __init__(
         self,
         full_kv_cache: Any,
@@ -75,12 +82,14 @@ class SelectionCache:
         rows, columns = batch * steps, -(-topk * block // page)
         self._owned: list[Any] = []
         try:
-            self.kv = self._like(full_kv_cache, "full_kv_cache", (rows * columns, page), device)
-            self.rope = None
+            self.kv: Any = self._like(
+                full_kv_cache, "full_kv_cache", (rows * columns, page), device
+            )
+            self.rope: Any = None
             if full_k_rope is not None:
                 self.rope = self._like(full_k_rope, "full_k_rope", (rows * columns, page), device)
-            self.table = self._make((rows, columns), "int32", device)
-            self.status = self._make((batch, steps, 1, topk + 1), "int32", device)
+            self.table: Any = self._make((rows, columns), "int32", device)
+            self.status: Any = self._make((batch, steps, 1, topk + 1), "int32", device)
         except BaseException:
             self.close()
             raise

@@ -73,7 +73,7 @@ class StepClock:
         self._row_bytes, self._lanes, self._depth = model.row_bytes, lanes, depth
         self._service = device.service
         self._launch, self._event = device.value("launch_cost"), device.value("event_cost")
-        self.now = 0.0
+        self.now: float = 0.0
         self._group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         self._first = np.array([place == 0 for group in groups for place in range(len(group))])
         n = len(self._group_of)

@@ -134,6 +134,9 @@ class Latencies:
     good: finished requests that met them; finished: those with a last token.
     """
 
+    good: int
+    finished: int
+
     def __init__(self, slo: Slo | None = None) -> None:
         self.slo = slo
         self.good = self.finished = 0

@@ -40,6 +40,9 @@ def read_config(path: str | os.PathLike[str]) -> ModelProfile:
 class Config:
     """Fields of a config.json, each read with its name for the error and the source."""
 
+    path: str
+    data: dict[str, Any]
+
     def __init__(self, path: str, data: dict[str, Any]) -> None:
         self.path, self.data = path, data
 

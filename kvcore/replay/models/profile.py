@@ -158,6 +158,10 @@ class ModelProfile:
     Raises ParamInvalidError naming the figure.
     """
 
+    name: str
+    note: str
+    device: str
+
     def __init__(
         self, name: str, figures: Mapping[str, ModelFigure], note: str = "", device: str = ""
     ) -> None:
@@ -178,7 +182,9 @@ class ModelProfile:
             fail(missing[0], f"a figure: {MODEL_FIGURES[missing[0]][0]}", f"nothing{too}")
         for key, figure in figures.items():
             _check_figure(key, figure)
-        self.figures = {key: figures[key] for key in MODEL_FIGURES if key in figures}
+        self.figures: dict[str, ModelFigure] = {
+            key: figures[key] for key in MODEL_FIGURES if key in figures
+        }
         for layer in self.index_layers:
             if layer >= self.layers:
                 fail("index_layers", f"layers below {self.layers}", layer)
@@ -187,7 +193,7 @@ class ModelProfile:
         if not self.topk and self.index_layers:
             fail("index_layers", "none where topk is 0", self.index_layers)
         # What ModelShape asks of the sizes together.
-        self.shape = ModelShape(
+        self.shape: ModelShape = ModelShape(
             name, self.layers, int(self._number("heads")), int(self._number("head_size")),
             int(self._number("value_head_size")), self.dtype,
         )  # fmt: skip

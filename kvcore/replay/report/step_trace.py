@@ -18,7 +18,7 @@ class StepTrace:
     def __init__(self, max_events: int) -> None:
         self._max_events = max_events
         self._events: list[dict[str, Any]] = []
-        self.dropped = 0
+        self.dropped: int = 0
 
     def add(self, name: str, end_us: float, us: float, **values: float) -> None:
         """A span that ends at ``end_us``; its values become counters."""

@@ -41,6 +41,10 @@ class PagedCaches:
     for more bytes than the machine has.
     """
 
+    shape: ModelShape
+    num_blocks: int
+    block_size: int
+
     def __init__(
         self, shape: ModelShape, num_blocks: int, block_size: int, layout: str = "Norm"
     ) -> None:
@@ -61,7 +65,7 @@ class PagedCaches:
                     argument, f"a multiple of {LANE_BYTES} bytes for PA_NZ", f"{size * item} bytes"
                 )
             shapes.append(self._lane_shape(size, item))
-        self.num_bytes = num_blocks * block_size * shape.token_bytes
+        self.num_bytes: int = num_blocks * block_size * shape.token_bytes
         self._refuse_more_than_there_is()
         try:
             # Pages of zeros are not touched before they are written.

@@ -29,12 +29,14 @@ class Decoding:
     progress: Progress
 
     def __init__(self, request: TraceRequest, options: OffloadOptions) -> None:
-        self.age = 0
-        self.admitted = False
-        self.draw = np.random.default_rng([0x6465, options.seed, request.index])
+        self.age: int = 0
+        self.admitted: bool = False
+        self.draw: np.random.Generator = np.random.default_rng(
+            [0x6465, options.seed, request.index]
+        )
         # Drawn even when nobody is aborted, so that the drafts that follow are the same.
         aborted, where = self.draw.random(2)
-        self.abort_at = request.total_tokens + 1
+        self.abort_at: int = request.total_tokens + 1
         if aborted < options.abort_share and request.output_length > 1:
             self.abort_at = request.input_length + 1 + int(where * (request.output_length - 1))
 

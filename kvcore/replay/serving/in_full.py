@@ -32,7 +32,7 @@ class OffloadedInFull(Offloaded):
 
     def _take(self, requests: Sequence[TraceRequest]) -> None:
         model = self.model
-        self.real = RealDecode(
+        self.real: RealDecode = RealDecode(
             model,
             self.options,
             self.profile,

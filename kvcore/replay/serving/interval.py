@@ -59,7 +59,7 @@ class Usage:
     """
 
     def __init__(self) -> None:
-        self.wanted = np.zeros(CLASSES)
+        self.wanted: NDArray[np.float64] = np.zeros(CLASSES)
         self._slope = np.zeros(CLASSES)
         self._sloped = np.zeros(CLASSES)
 

@@ -30,8 +30,8 @@ class MissTable:
 
     def __init__(self) -> None:
         self._own: dict[int, dict[int, NDArray[np.float64]]] = {}
-        self.totals = np.zeros((CLASSES, 4))  # wanted, hits, misses, recent
-        self.nearest = np.zeros(CLASSES, np.int64)
+        self.totals: NDArray[np.float64] = np.zeros((CLASSES, 4))  # wanted, hits, misses, recent
+        self.nearest: NDArray[np.int64] = np.zeros(CLASSES, np.int64)
 
     @property
     def samples(self) -> int:

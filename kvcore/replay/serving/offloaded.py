@@ -41,6 +41,7 @@ from kvcore.replay.serving.real_decode import RealDecode
 from kvcore.replay.serving.scheduler import Running, Scheduler, Step
 from kvcore.replay.serving.strategy import Strategy, Timings
 from kvcore.replay.traces.reader import TraceRequest
+from kvcore.runtime.profile import DeviceProfile
 
 __all__ = ["Offloaded", "StepLoad"]
 
@@ -74,6 +75,13 @@ class Offloaded(Strategy[OffloadReport]):
     not fit; before any work.
     """
 
+    model: ModelProfile
+    options: OffloadOptions
+    profile: DeviceProfile
+    pool_entries: int
+    totals: OffloadTotals
+    timeline: Timeline
+
     real: RealDecode
     sends_to_host = True
 
@@ -81,18 +89,20 @@ class Offloaded(Strategy[OffloadReport]):
         if not isinstance(options, OffloadOptions):
             fail("options", "OffloadOptions", type(options).__name__)
         self.profile, self.pool_entries = fit(model, options)
-        self.deployment = deployment_of(model, options)
+        self.deployment: Deployment = deployment_of(model, options)
         self.model, self.options = self.deployment.model, options
         self._write_policy = make_write_policy(options.write_policy)
         self._compute = ComputeTime(self.deployment, options.drafts)
         self._in_order = self.deployment.serve == "in order"
         #: Beside the compute time of a step whose rows are read ahead.
         self._plan_us = self.deployment.own("plan_group") * len(self.model.groups)
-        self.verify_samples = options.verify_samples // 2  # the others are of rows as served
-        self.times = Timings()
+        self.verify_samples: int = options.verify_samples // 2  # the others are of rows as served
+        self.times: Timings = Timings()
         self.totals, self.timeline = OffloadTotals(), Timeline()
         self._decoding: dict[int, Decoding] = {}
-        self.latencies = Latencies(None if options.slo is None else Slo.parse(options.slo))
+        self.latencies: Latencies = Latencies(
+            None if options.slo is None else Slo.parse(options.slo)
+        )
         self._verify_draw = np.random.default_rng([0x7666, options.seed])
         self._closed = False
 

@@ -110,21 +110,21 @@ class RealDecode:
     ) -> None:
         self._model, self._options, self._timed = model, options, timed
         self._groups = tuple(groups)  # numbers of the groups as the model counts them
-        self.layers = tuple(layers)
+        self.layers: tuple[int, ...] = tuple(layers)
         self._lane_bytes = [n for n in model.shape.row_bytes if n]
         check_host_memory(model, options, len(self.layers), blocks)
         events = options.max_trace_events if timed else 0
-        self.device = (
+        self.device: Device = (
             Device(profile, clock="model", trace=bool(events), max_events=events or None)
             if timed
             else Device()
         )
         self.device.__enter__()
-        self.rows = RequestRows(model, options.seed, max_tokens, ids)
-        self.layer_us = 0.0
+        self.rows: RequestRows = RequestRows(model, options.seed, max_tokens, ids)
+        self.layer_us: float = 0.0
         self.groups_of: dict[int, tuple[int, ...]] = {}
         self._queries: dict[int, int] = {}
-        self.verified = 0
+        self.verified: int = 0
         self.mismatches: list[Mismatch] = []
         self._served_budget = options.verify_samples // 2
         shape = (blocks, options.block_size)
@@ -132,7 +132,7 @@ class RealDecode:
             layer: tuple(self.device.empty_swapped((*shape, n), "uint8") for n in self._lane_bytes)
             for layer in self.layers
         }
-        self.engine = DecodeEngine(
+        self.engine: DecodeEngine = DecodeEngine(
             self.device,
             self.full,
             groups=tuple(groups.values()),

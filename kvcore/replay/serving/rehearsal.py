@@ -64,9 +64,9 @@ class Rehearsal:
     ) -> None:
         self._model, self._options = model, options
         sample = draw_requests(requests, options)
-        self.size = len(sample)
-        self.rows = 0
-        self.table = MissTable()
+        self.size: int = len(sample)
+        self.rows: int = 0
+        self.table: MissTable = MissTable()
         self._sizes = [len(group) for group in model.groups]
         num_groups = min(options.sample_layers, len(self._sizes))
         self._waiting = deque(sample)
@@ -78,7 +78,7 @@ class Rehearsal:
         self._finished = 0
         self._draw = np.random.default_rng([0x7666, options.seed])
         self._closed = False
-        self.real = RealDecode(
+        self.real: RealDecode = RealDecode(
             model, options, profile, pool,
             layers=range(num_groups),
             groups={n: (n,) for n in range(num_groups)},

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvcore.replay.deployments.deployment import Deployment
     from kvcore.replay.models.profile import ModelProfile
     from kvcore.replay.report.resident import ReplayReport
-    from kvcore.replay.serving.scheduler import Running
+    from kvcore.replay.serving.scheduler import Running, Scheduler
 
 __all__ = ["OffloadReplay", "Replay"]
 
@@ -72,7 +72,7 @@ class Replay(Generic[R]):
         self._total_tokens = sum(request.total_tokens for request in requests)
         self._finished = self._aborted = 0
         self._copied_bytes = 0
-        self.scheduler = serving.begin(requests)
+        self.scheduler: Scheduler = serving.begin(requests)
 
     # -- how far it is --------------------------------------------------------------------
 
@@ -194,7 +194,10 @@ class Replay(Generic[R]):
 
 
 #: The strategies of offload, by the fidelity that asks for them.
-OFFLOADED = {"full": OffloadedInFull, "sampled": OffloadedSampled}
+OFFLOADED: dict[str, type[OffloadedInFull | OffloadedSampled]] = {
+    "full": OffloadedInFull,
+    "sampled": OffloadedSampled,
+}
 
 
 class OffloadReplay(Replay[OffloadReport]):

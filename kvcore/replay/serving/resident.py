@@ -107,6 +107,12 @@ class Resident(Strategy[ReplayReport]):
     not fit.
     """
 
+    shape: ModelShape
+    seed: int
+    times: Timings
+    verified: int
+    mismatches: list[Mismatch]
+
     def __init__(
         self,
         shape: ModelShape,
@@ -127,11 +133,11 @@ class Resident(Strategy[ReplayReport]):
             if value > MAX_STEP_TOKENS:
                 fail(name, f"at most {MAX_STEP_TOKENS}", value)
         self.shape, self.seed = shape, check_integer("seed", seed, 0, 2**64 - 1)
-        self.verify_samples = check_integer("verify_samples", verify_samples, 0)
+        self.verify_samples: int = check_integer("verify_samples", verify_samples, 0)
         self.times, self.verified, self.mismatches = Timings(), 0, []
         # First, since this is what refuses more blocks than the machine can have.
-        self.caches = PagedCaches(shape, num_blocks, block_size, layout)
-        self.pool = BlockPool(num_blocks)
+        self.caches: PagedCaches = PagedCaches(shape, num_blocks, block_size, layout)
+        self.pool: BlockPool = BlockPool(num_blocks)
         self._max_batch, self._chunk = max_batch, chunk_tokens
         self._rows = TokenRows(shape.num_layers, *shape.row_bytes, max_batch + chunk_tokens, seed)
         self._write = write if write is not None else _operator()

@@ -22,6 +22,7 @@ from kvcore.replay.serving.decoding import Decoding
 from kvcore.replay.serving.interval import Interval, Usage, interval_of
 from kvcore.replay.serving.miss_table import classes_of
 from kvcore.replay.serving.offloaded import StepLoad
+from kvcore.replay.serving.real_decode import RealDecode
 from kvcore.replay.serving.rehearsal import Rehearsal
 from kvcore.replay.serving.scheduler import Running
 from kvcore.replay.traces.reader import TraceRequest
@@ -44,11 +45,11 @@ class OffloadedSampled(Accounted):
 
     def _take(self, requests: Sequence[TraceRequest]) -> None:
         self._requests = len(requests)
-        self.rehearsal = Rehearsal(
+        self.rehearsal: Rehearsal = Rehearsal(
             self.model, self.options, self.profile, self.pool_entries, requests,
             self.deployment.ids,
         )  # fmt: skip
-        self.real = self.rehearsal.real
+        self.real: RealDecode = self.rehearsal.real
 
     def prepare(self) -> bool:
         """Serve a step of the sample."""

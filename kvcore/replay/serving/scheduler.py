@@ -149,14 +149,16 @@ class Scheduler:
         before_preempt: Callable[[Running], None] | None = None,
     ) -> None:
         self.pool = pool
-        self.drafts = check_integer("drafts", drafts, 0, 1023)
+        self.drafts: int = check_integer("drafts", drafts, 0, 1023)
         self._before_preempt = before_preempt
-        self.block_size = check_integer("block_size", block_size, 1)
-        self.max_batch = check_integer("max_batch", max_batch, 1)
-        self.chunk_tokens = check_integer("chunk_tokens", chunk_tokens, 1)
-        self.waiting = deque(Running(request, request.input_length) for request in requests)
+        self.block_size: int = check_integer("block_size", block_size, 1)
+        self.max_batch: int = check_integer("max_batch", max_batch, 1)
+        self.chunk_tokens: int = check_integer("chunk_tokens", chunk_tokens, 1)
+        self.waiting: deque[Running] = deque(
+            Running(request, request.input_length) for request in requests
+        )
         self.running: list[Running] = []
-        self.counters = Counters()
+        self.counters: Counters = Counters()
         self._refuse_what_cannot_fit()
         places = max((self._blocks_for(w.request.total_tokens) for w in self.waiting), default=0)
         num_rows = min(max_batch, len(self.waiting))

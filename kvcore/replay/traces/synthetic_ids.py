@@ -189,9 +189,9 @@ class TurnoverIds:
         check_integer("topk", topk, 1, MAX_TOKENS)
         check_integer("seed", seed, 0)
         self.topk = topk
-        self.overlap = _check_share("overlap", overlap)
-        self.reuse = _check_share("reuse", reuse)
-        self.distance = _check_share("distance", distance, 1e6)
+        self.overlap: float = _check_share("overlap", overlap)
+        self.reuse: float = _check_share("reuse", reuse)
+        self.distance: float = _check_share("distance", distance, 1e6)
         if self.distance < 1:
             fail("distance", "at least 1 step", distance)
         self._draw = np.random.default_rng(seed)

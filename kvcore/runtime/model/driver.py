@@ -43,7 +43,7 @@ class ModelDriver(Driver):
         super().attach(core)
         if core.settings.clock == "model":
             assert core.profile is not None
-            self.clock = ModelClock(core.profile, core.lock, core.trace)
+            self.clock: ModelClock | None = ModelClock(core.profile, core.lock, core.trace)
 
     def close(self) -> Sequence[KVCoreError]:
         """Nothing is held but arrays, which go by themselves."""

@@ -80,7 +80,7 @@ class Trace:
     ) -> None:
         self.max_events = max_events
         self.names: dict[int, str] = {}
-        self.seen = 0
+        self.seen: int = 0
         self._spans: deque[Span] = deque(maxlen=max_events)
         self._flows: deque[tuple[Mark, int, float]] = deque(maxlen=max_events)
         self._memory: deque[tuple[float, str, int]] = deque(maxlen=max_events)
