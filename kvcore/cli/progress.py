@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
 from typing import Protocol
@@ -37,7 +37,10 @@ class Served(Protocol):
         """Requests of the trace."""
 
 
-Update = Callable[[Served], None]
+class Update(Protocol):
+    """Called after each step with the replay; ``label`` says which, where there are several."""
+
+    def __call__(self, replay: Served, label: str = "replay", /) -> None: ...
 
 
 @contextmanager
@@ -59,7 +62,7 @@ def _bar() -> Iterator[Update]:
     from rich.progress import TimeRemainingColumn as Remaining
 
     columns = (
-        TextColumn("replay"),
+        TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
         TextColumn("{task.fields[done]}"),
@@ -69,7 +72,7 @@ def _bar() -> Iterator[Update]:
         task = bar.add_task("replay", total=None, done="")
         last = 0.0
 
-        def update(replay: Served) -> None:
+        def update(replay: Served, label: str = "replay", /) -> None:
             nonlocal last
             now = monotonic()
             # A step can take microseconds, drawing takes hundreds of them.
@@ -77,6 +80,7 @@ def _bar() -> Iterator[Update]:
                 last = now
                 bar.update(
                     task,
+                    description=label,
                     completed=replay.seen_tokens,
                     total=replay.total_tokens,
                     done=f"{replay.finished_requests}/{replay.total_requests} requests",
@@ -90,11 +94,14 @@ class _Lines:
 
     def __init__(self) -> None:
         self._next = 0
+        self._label = ""
 
-    def update(self, replay: Served) -> None:
+    def update(self, replay: Served, label: str = "replay", /) -> None:
+        if label != self._label:
+            self._label, self._next = label, 0
         if replay.seen_tokens * LINES >= self._next * replay.total_tokens:
             self._next = replay.seen_tokens * LINES // replay.total_tokens + 1
             tell(
-                f"replay: {replay.seen_tokens} of {replay.total_tokens} tokens,"
+                f"{label}: {replay.seen_tokens} of {replay.total_tokens} tokens,"
                 f" {replay.finished_requests} of {replay.total_requests} requests"
             )

@@ -140,6 +140,7 @@ class OffloadOptions:
     arrivals:   "order": all are there at once; "time": each at its timestamp.
     weights_gib: what weights and activations take on the device; None: as the model says.
     slo, attain: limits of a request's latencies, and the share of requests that must meet them.
+    baseline:   "auto": a run with offload is held against one without; "off": it is not.
     max_trace_events: kept for Perfetto.
     """
 
@@ -230,6 +231,11 @@ class OffloadOptions:
     attain: float = option(
         0.9, "offload", "share of the requests that must be good for the limits to hold",
         kind="number", low=0, high=1, metavar="P", only="offload",
+    )  # fmt: skip
+    baseline: str = option(
+        "auto", "offload",
+        "auto: serve the trace without offload too, and say which is ahead; off: do not",
+        choices=("auto", "off"), metavar="HOW", only="offload",
     )  # fmt: skip
     max_trace_events: int = option(
         0, "output", "events kept for Perfetto", kind="integer", low=0, high=10**8, written=False
@@ -340,6 +346,10 @@ class CommandOptions:
         None, "several runs",
         "print where two JSON reports differ; status 1 beyond the tolerance", several=2,
         metavar=("A", "B"),
+    )  # fmt: skip
+    expect: str | None = option(
+        None, "output", "status 1 when the answer is another: yes or no",
+        choices=("yes", "no"), metavar="ANSWER", only="offload",
     )  # fmt: skip
     tolerance: float = option(
         0.05, "several runs", "largest relative difference", kind="number", low=0, high=1e9,

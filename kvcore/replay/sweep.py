@@ -19,14 +19,15 @@ from typing import Any
 
 from kvcore.errors import BackendUnavailableError, KVCoreError, ParamInvalidError, fail
 from kvcore.files import write_whole
+from kvcore.replay.answer.run import answered
 from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
 from kvcore.replay.options import axes as axes_of_options
 from kvcore.replay.report.comparison import read_report
+from kvcore.replay.report.identity import trace_hash
 from kvcore.replay.report.offloaded import SCHEMA
 from kvcore.replay.serving.fit import deployment_of, fit
-from kvcore.replay.serving.replay import OffloadReplay
 from kvcore.replay.sweep_workers import Workers
 from kvcore.replay.traces.reader import TraceRequest
 
@@ -70,6 +71,8 @@ class Point:
 
 #: What is read of a report that was there already: the path to it, and its types.
 READ = (
+    (("decision",), (str, type(None))),
+    (("answer", "speed_up"), (int, float, type(None))),
     (("hit_rate",), (int, float, type(None))),
     (("overlap",), (int, float, type(None))),
     (("model_time_us", "step"), (int, float, type(None))),
@@ -119,11 +122,7 @@ def grid(
             fail("sweep", f"{name}=1,2,...", repr(axis))
         if len(set(values[name])) != len(values[name]):
             fail("sweep", "each value of an axis once", repr(axis))
-    trace = hashlib.blake2b(
-        repr([(r.timestamp_ms, r.input_length, r.output_length, r.hash_ids) for r in requests])
-        .encode(),
-        digest_size=8,
-    ).hexdigest()  # fmt: skip
+    trace = trace_hash(requests)
     points: list[Point] = []
     names: set[str] = set()
     for chosen in itertools.product(*values.values()):
@@ -156,7 +155,7 @@ def run_point(
     point: Point, model: ModelProfile | Deployment, requests: Sequence[TraceRequest]
 ) -> dict[str, Any]:
     """Run one point and write its report."""
-    report = OffloadReplay(requests, model, point.options).run().to_dict()
+    report = answered(requests, model, point.options)
     report["sweep_key"] = point.key
     point.keep(report)
     return report
@@ -267,6 +266,6 @@ def _report_of(
     shared: tuple[ModelProfile | Deployment, Sequence[TraceRequest]],
 ) -> dict[str, Any]:
     model, requests = shared
-    report = OffloadReplay(requests, model, options).run().to_dict()
+    report = answered(requests, model, options)
     report["sweep_key"] = key
     return report

@@ -22,7 +22,7 @@ __all__ = ["ComputeParts", "ComputeTime"]
 
 
 class ComputeTime:
-    """The compute time of steps of a model with a top-k.
+    """The compute time of steps of a model; one without a top-k attends to all its tokens.
 
     deployment: or a model alone, for its linear figures.
     drafts: draft tokens of each request a step.
@@ -51,11 +51,12 @@ class ComputeTime:
         if self.table is not None:
             return self._of_table(contexts)
         scale = self._scale
+        attended = np.minimum(contexts, self._topk) if self._topk else contexts
         times = {
             "step_fixed": 1.0,
             "step_request": len(contexts) * scale,
-            "step_attended": float(np.minimum(contexts, self._topk).sum()) * scale,
-            "step_indexed": float(contexts.sum()) * scale,
+            "step_attended": float(attended.sum()) * scale,
+            "step_indexed": float(contexts.sum()) * scale if self._topk else 0.0,
         }
         parts = [(figure * times[key], assumed) for key, (figure, assumed) in self._figures.items()]
         return ComputeParts(parts)

@@ -18,6 +18,7 @@ each token, and is sorted into classes of 0.5%.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -141,6 +142,8 @@ class Latencies:
         self.slo = slo
         self.good = self.finished = 0
         self._values: dict[str, list[float]] = {"queue": [], "ttft": [], "tpot": [], "e2e": []}
+        # Of each finished request, limit by limit: NaN for what it does not have.
+        self._judged = {name: array("d") for name in LIMITS}
         self._gaps = np.zeros(NUM_CLASSES, np.int64)
         self._gap_sum = 0.0
 
@@ -173,6 +176,8 @@ class Latencies:
         if finished:
             self.finished += 1
             self.good += self.slo is not None and self.slo.is_met(values)
+            for name, kept in self._judged.items():
+                kept.append(values[name])
 
     @property
     def attained(self) -> float | None:
@@ -180,6 +185,15 @@ class Latencies:
         if self.slo is None or not self.finished:
             return None
         return self.good / self.finished
+
+    def attained_at(self, factor: float) -> float | None:
+        """The share that would be good if every time were ``factor`` times as long."""
+        if self.slo is None or not self.finished:
+            return None
+        bad = np.zeros(self.finished, bool)
+        for name, limit in self.slo.limits.items():
+            bad |= np.frombuffer(self._judged[name]) * factor > limit
+        return 1.0 - float(bad.mean())
 
     def summaries(self) -> dict[str, Summary | None]:
         """By name; None where no request has the value."""

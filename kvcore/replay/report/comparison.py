@@ -14,8 +14,11 @@ from kvcore.json_files import read_json
 
 __all__ = ["Difference", "compare", "read_report"]
 
-#: What a run took on the machine it ran on, and which of two runs it was: nobody's result.
-IGNORED = ("schema", "version", "seconds", "scatter_gb_per_s", "trace", "timeline")
+#: What a run took on the machine it ran on, which of two runs it was, and the figures in words.
+IGNORED = (
+    "schema", "version", "seconds", "scatter_gb_per_s", "trace", "timeline", "hashes", "sentence",
+    "because",
+)  # fmt: skip
 MAX_BYTES = 256 * 2**20
 
 

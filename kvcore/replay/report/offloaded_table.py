@@ -10,6 +10,7 @@ from kvcore.replay.options import PREFILL_PROMPT_TOKENS, PREFILL_TOKENS_PER_S
 from kvcore.replay.serving.interval import FEWEST
 
 if TYPE_CHECKING:
+    from kvcore.replay.models.profile import ModelProfile
     from kvcore.replay.report.offloaded import OffloadReport
 
 __all__ = ["table_of"]
@@ -25,8 +26,8 @@ def table_of(report: OffloadReport, source: str) -> list[tuple[str, str]]:
         ("trace", source),
         (
             "model",
-            f"{model.name}: {model.layers} layers in {len(model.groups)} groups, top-k"
-            f" {model.topk}, {model.row_bytes:,} bytes a row",
+            f"{model.name}: {model.layers} layers{_selection(model)},"
+            f" {model.row_bytes:,} bytes a row",
         ),
         ("device", f"{report.device.name} ({report.device.note})"),
         *_deployment(report),
@@ -119,6 +120,12 @@ def _deployment(report: OffloadReport) -> list[tuple[str, str]]:
         "deployment", f"{found.name} ({found.parallel}; {order}; {found.digest}): batch, bytes and"
         " token/s are one replica's",
     )]  # fmt: skip
+
+
+def _selection(model: ModelProfile) -> str:
+    if not model.topk:
+        return ", all tokens attended to"
+    return f" in {len(model.groups)} groups, top-k {model.topk}"
 
 
 def _figures_of_a_step(report: OffloadReport) -> str:

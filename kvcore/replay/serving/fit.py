@@ -36,18 +36,18 @@ def deployment_of(model: ModelProfile | Deployment, options: OffloadOptions) -> 
     """
     if isinstance(model, Deployment):
         found = model.on(options.device)
-        _check_topk(found.model)
+        _check_topk(found.model, options)
         return found
     if not isinstance(model, ModelProfile):
         fail("model", "a ModelProfile or a Deployment", type(model).__name__)
-    _check_topk(model)
+    _check_topk(model, options)
     device = find_device(DEFAULT_DEVICE if options.device is None else options.device, Path())
     return Deployment.of(model, device).on(options.device)
 
 
-def _check_topk(model: ModelProfile) -> None:
-    if not model.topk:
-        fail("model", "one with a top-k to offload", f"{model.name}, with none")
+def _check_topk(model: ModelProfile, options: OffloadOptions) -> None:
+    if not model.topk and options.policy != "none":
+        fail("model", "one with a top-k to offload, or policy none", f"{model.name}, with none")
 
 
 def fit(model: ModelProfile | Deployment, options: OffloadOptions) -> tuple[DeviceProfile, int]:

@@ -70,6 +70,7 @@ class Offloaded(Strategy[OffloadReport]):
 
     totals, timeline: sums over the steps, and the steps over the model's time.
     real:             what the decode engine serves, a sample or all.
+    groups:           of layers that move the same rows.
     sends_to_host:    whether rows go to the host at all.
     Raises ParamInvalidError for what cannot be served, DeviceOutOfMemoryError for caches that do
     not fit; before any work.
@@ -96,6 +97,10 @@ class Offloaded(Strategy[OffloadReport]):
         self._in_order = self.deployment.serve == "in order"
         #: Beside the compute time of a step whose rows are read ahead.
         self._plan_us = self.deployment.own("plan_group") * len(self.model.groups)
+        # A model without a top-k has no groups: all of its layers are alike.
+        self.groups: tuple[tuple[int, ...], ...] = self.model.groups or (
+            tuple(range(self.model.layers)),
+        )
         self.verify_samples: int = options.verify_samples // 2  # the others are of rows as served
         self.times: Timings = Timings()
         self.totals, self.timeline = OffloadTotals(), Timeline()
@@ -130,7 +135,7 @@ class Offloaded(Strategy[OffloadReport]):
         self.clock: StepClock | InOrderClock = (
             InOrderClock(self.deployment, lanes=lanes)
             if self._in_order
-            else StepClock(self.model, self.profile, self.model.groups, lanes=lanes)
+            else StepClock(self.model, self.profile, self.groups, lanes=lanes)
         )
         return self._scheduler
 
@@ -252,7 +257,7 @@ class Offloaded(Strategy[OffloadReport]):
         times = self.clock.step(*self._clocked(rows, load))
         us = self._step_us(result, times.us)
         written = int(tokens.sum())
-        sizes = np.array([len(group) for group in model.groups], np.float64)
+        sizes = np.array([len(group) for group in self.groups], np.float64)
         moved = rows.T @ sizes
         totals = self.totals
         totals.add_step(

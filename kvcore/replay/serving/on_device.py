@@ -38,7 +38,7 @@ class OnDevice(Accounted):
     def _move(
         self, load: StepLoad, states: Sequence[Decoding]
     ) -> tuple[NDArray[np.float64], StepResult | None]:
-        return np.zeros((len(self.model.groups), 3)), None
+        return np.zeros((len(self.groups), 3)), None
 
     def _held(self, load: StepLoad) -> int:
         return 0  # all of it is in blocks

@@ -95,9 +95,10 @@ class Rehearsal:
             return False
         while self._free and self._waiting:
             self._admit(self._waiting.popleft())
-        self._decode()
-        for served in [s for s in self._running if self._ended(s)]:
-            self._leave(served)
+        self._leave_ended()  # those that generate nothing
+        if self._running:
+            self._decode()
+            self._leave_ended()
         if not self._running and not self._waiting:
             self.table.settle()
             self.close()
@@ -143,6 +144,10 @@ class Rehearsal:
     def _ended(self, served: _Served) -> bool:
         running = served.running
         return running.written >= min(running.request.total_tokens, served.state.abort_at)
+
+    def _leave_ended(self) -> None:
+        for served in [s for s in self._running if self._ended(s)]:
+            self._leave(served)
 
     def _leave(self, served: _Served) -> None:
         running = served.running

@@ -19,7 +19,8 @@ EPILOG = """\
 A trace is JSON lines, one request each: timestamp (ms), input_length and output_length (tokens),
 hash_ids (one id per 512 tokens of the input). Arrival times only order the requests, but for
 --arrivals time.
-Exit status: 0; 1 when a sample does not hold what was written, or reports differ; 2 for a wrong
+Exit status: 0, whatever the answer is; 1 when a sample does not hold what was written, reports
+differ, or the answer is not the one of --expect; 2 for a wrong
 option or trace, and for what cannot be written; 130 after Ctrl-C (what is done is printed and
 written)."""
 
@@ -59,6 +60,8 @@ def run(namespace: argparse.Namespace) -> int:
         fail(caches[0], f"no option of caches together with {offload[0]}", "both")
     source, requests = serve.read_requests(namespace)
     if namespace.sweep is not None:
+        if namespace.expect is not None:
+            fail("--expect", "one run; a sweep has an answer a point", "--sweep")
         from kvcore.cli.commands.replay.many import run_sweep
 
         return run_sweep(namespace, requests)

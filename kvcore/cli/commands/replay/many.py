@@ -57,6 +57,7 @@ def run_sweep(namespace: argparse.Namespace, requests: Sequence[TraceRequest]) -
         refuse_unwritable_folder,
         write_json,
     )
+    from kvcore.replay.answer.spread import spread_over_seeds
     from kvcore.replay.sweep import grid, run_on_ray, run_processes
 
     reads = files_read(namespace)
@@ -86,10 +87,12 @@ def run_sweep(namespace: argparse.Namespace, requests: Sequence[TraceRequest]) -
             if show:
                 tell(f"sweep: {len(reports)} of {len(points)}: {point.name}")
     ordered = {point.name: reports[point.name] for point in points if point.name in reports}
+    spread = spread_over_seeds(ordered)
     if namespace.json != "-":
         _print_sweep(ordered)
+        _print_spread(spread)
     if namespace.json is not None:
-        write_json(namespace.json, {"points": ordered})
+        write_json(namespace.json, {"points": ordered, "spread_over_seeds": spread})
     wrong = sum(bool(r["verified"]["mismatches"]) for r in reports.values())
     if wrong:
         tell(f"kvcore replay: rows were wrong in {wrong} points")
@@ -111,12 +114,18 @@ def _print_sweep(reports: dict[str, dict[str, Any]]) -> None:
 
     table = Table(box=box.SIMPLE_HEAD, title="kvcore replay, sweep", title_justify="left")
     table.add_column("point", no_wrap=True)
-    for name in ("hit rate", "step, ms", "token/s", "overlap", "to the device, GB", "real rows"):
+    for name in (
+        "worth it", "times the baseline", "hit rate", "step, ms", "token/s", "overlap",
+        "to the device, GB", "real rows",
+    ):  # fmt: skip
         table.add_column(name, justify="right")
     for name, r in reports.items():
+        times = r["answer"]["speed_up"]
         step, rate, overlap = r["model_time_us"]["step"], r["hit_rate"], r["overlap"]
         table.add_row(
             cell(name),
+            r["decision"] or "-",
+            "-" if times is None else f"{times:.2f}",
             "-" if rate is None else f"{rate:.2%}",
             "-" if step is None else f"{step / 1e3:.3f}",
             f"{r['tokens_per_s']['decode'] or 0:,.1f}",
@@ -125,3 +134,19 @@ def _print_sweep(reports: dict[str, dict[str, Any]]) -> None:
             f"{r['rows']['real_share']:.2%}",
         )
     show(table)
+
+
+def _print_spread(spread: dict[str, dict[str, Any]]) -> None:
+    """Print how far figures move from one workload to another, apart from any interval."""
+    for name, found in spread.items():
+        parts = [f"{found['seeds']} seeds, which are workloads of their own"]
+        if "hit_rate" in found:
+            low, high = found["hit_rate"]
+            parts.append(f"hit rate {low:.2%} to {high:.2%}")
+        if "step_us" in found:
+            low, high = (us / 1e3 for us in found["step_us"])
+            parts.append(f"step {low:.3f} to {high:.3f} ms")
+        if "speed_up" in found:
+            low, high = found["speed_up"]
+            parts.append(f"{low:.2f} to {high:.2f} times the baseline")
+        say(f"{name}: {'; '.join(parts)}")

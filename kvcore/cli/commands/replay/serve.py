@@ -79,7 +79,7 @@ def run_caches(namespace: argparse.Namespace) -> int:
         verify_samples=namespace.verify_samples,
         num_threads=namespace.threads,
     )
-    return _serve(namespace, source, replay)
+    return _serve(namespace, source, replay, requests)
 
 
 def _shape(namespace: argparse.Namespace) -> ModelShape:
@@ -167,7 +167,9 @@ def run_offload(
     namespace: argparse.Namespace, source: str, requests: Sequence[TraceRequest]
 ) -> int:
     """Serve the trace with the full cache on the host of a modelled device."""
+    from kvcore.errors import fail
     from kvcore.replay import OffloadReplay
+    from kvcore.replay.answer.baseline import why_none
 
     if namespace.html is not None:
         from kvcore.replay.report.html import check_plotly
@@ -177,24 +179,39 @@ def run_offload(
     refuse_unwritable(*outputs, reads=files_read(namespace))
     model = model_of(namespace)
     options = offload_options(namespace, model, requests)
-    return _serve(namespace, source, OffloadReplay(requests, model, options))
+    if namespace.expect is not None:
+        why = why_none(model, options)
+        if why:
+            fail("--expect", "a run with a baseline to decide by", why)
+    return _serve(namespace, source, OffloadReplay(requests, model, options), requests)
 
 
 # ---------------------------------------------------------------- both
 def _serve(
-    namespace: argparse.Namespace, source: str, replay: Replay[ReplayReport] | OffloadReplay
+    namespace: argparse.Namespace,
+    source: str,
+    replay: Replay[ReplayReport] | OffloadReplay,
+    requests: Sequence[TraceRequest],
 ) -> int:
-    """Serve, print the table, write the files asked for."""
+    """Serve, print the answer and the table, write the files asked for."""
     from kvcore.cli.commands.replay.table import print_report
     from kvcore.cli.interrupt import Interrupt
     from kvcore.cli.progress import progress_of
-    from kvcore.replay import OffloadReplay
+    from kvcore.replay import OffloadReplay, OffloadReport
 
+    answer = None
     with Interrupt() as interrupt, progress_of(namespace.progress) as progress:
         report = replay.run(stop=interrupt.is_set, progress=progress)
-    figures = {"trace": source, "seed": namespace.seed, **report.to_dict()}
+        figures = {"trace": source, "seed": namespace.seed}
+        if isinstance(report, OffloadReport):
+            from kvcore.replay.answer.run import figures_of, finish
+
+            answer = finish(report, requests, stop=interrupt.is_set, progress=progress)
+            figures |= figures_of(report, answer, requests)
+        else:
+            figures |= report.to_dict()
     if namespace.json != "-":  # first, so that it is seen though the disk be full
-        print_report(report, source)
+        print_report(report, source, answer)
     if namespace.json is not None:
         write_json(namespace.json, figures)
     if namespace.perfetto is not None and isinstance(replay, OffloadReplay):
@@ -214,4 +231,7 @@ def _serve(
         files = f"; written so far: {', '.join(written)}" if written else ""
         tell(f"kvcore replay: interrupted, what is done is above{files}")
         return status.INTERRUPTED
+    if answer is not None and namespace.expect not in (None, answer.decision):
+        tell(f"kvcore replay: expected {namespace.expect}, the answer is {answer.decision}")
+        return status.FAILED
     return status.OK

@@ -6,17 +6,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvcore.replay.answer.answer import Answer
     from kvcore.replay.report.report import Report
 
 __all__ = ["print_report"]
 
 
-def print_report(report: Report, source: str) -> None:
-    """Print the report's table to standard output; ``source`` says where the trace is from."""
+def print_report(report: Report, source: str, answer: Answer | None = None) -> None:
+    """Print a run to standard output: the answer and what decides it, then the table.
+
+    source: where the trace is from.
+    """
     from rich import box
     from rich.table import Table
 
     from kvcore.cli.console import cell, show
+    from kvcore.cli.printing import say
+
+    if answer is not None:
+        say(answer.sentence)
+        for line in answer.because:
+            say(f"- {line}.")
+        say("")
 
     title = report.title + (" (interrupted: so far)" if report.interrupted else "")
     table = Table(box=box.SIMPLE_HEAD, show_header=False, title=title, title_justify="left")

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same trace without offload, served beside a run: what offload is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kvcore.errors import ParamInvalidError
+from kvcore.replay.serving.fit import device_blocks, fit, weight_bytes
+from kvcore.replay.serving.on_device import OnDevice
+from kvcore.replay.serving.replay import Replay
+
+if TYPE_CHECKING:
+    from kvcore.replay.models.profile import ModelProfile
+    from kvcore.replay.options import OffloadOptions
+    from kvcore.replay.report.offloaded import OffloadReport
+    from kvcore.replay.traces.reader import TraceRequest
+
+__all__ = ["Baseline", "baseline_options", "run_baseline", "why_none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """The run without offload, or why there is none.
+
+    fits: False when it cannot be: a request alone does not fit the device.
+    """
+
+    report: OffloadReport | None
+    why: str = ""
+    fits: bool = True
+
+
+def baseline_options(options: OffloadOptions) -> OffloadOptions:
+    """The options of the same run without offload."""
+    return replace(options, policy="none", pool=None, max_trace_events=0)
+
+
+def why_none(model: ModelProfile, options: OffloadOptions) -> str:
+    """Why a run has no baseline; empty when it has one."""
+    if options.policy == "none":
+        return "this run is the baseline itself"
+    if options.baseline == "off":
+        return "it was switched off (--baseline off)"
+    if weight_bytes(model, options) is None:
+        return (
+            f"what the weights and activations of {model.name} take on a device is not known"
+            " (--weights-gib says it), so neither is what fits there without offload"
+        )
+    return ""
+
+
+def run_baseline(
+    requests: Sequence[TraceRequest],
+    model: ModelProfile,
+    options: OffloadOptions,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[Any], None] | None = None,
+) -> Baseline:
+    """Serve the trace without offload, as ``options`` of a run with it say.
+
+    The device's memory limits it, and ``batch`` as it limits the run with offload.
+    """
+    why = why_none(model, options)
+    if why:
+        return Baseline(None, why)
+    own = baseline_options(options)
+    longest = max(request.total_tokens for request in requests)
+    try:
+        device, _ = fit(model, own)
+    except ParamInvalidError as error:
+        return Baseline(None, str(error), fits=False)
+    room = device_blocks(model, own, device)
+    needed = -(-longest // own.block_size)
+    if needed > room:
+        why = (
+            f"the longest request ({longest:,} tokens) needs {needed:,} blocks, and the device has"
+            f" room for {room:,} beside the weights"
+        )
+        return Baseline(None, why, fits=False)
+    report = Replay(requests, OnDevice(model, own)).run(stop=stop, progress=progress)
+    if report.interrupted:
+        return Baseline(None, "it was interrupted")
+    return Baseline(report)
