@@ -140,6 +140,7 @@ class OffloadOptions:
     arrivals:   "order": all are there at once; "time": each at its timestamp.
     weights_gib: what weights and activations take on the device; None: as the model says.
     slo, attain: limits of a request's latencies, and the share of requests that must meet them.
+    search:     "rate": find the highest rate of arrivals that holds the limits.
     baseline:   "auto": a run with offload is held against one without; "off": it is not.
     max_trace_events: kept for Perfetto.
     """
@@ -231,6 +232,10 @@ class OffloadOptions:
     attain: float = option(
         0.9, "offload", "share of the requests that must be good for the limits to hold",
         kind="number", low=0, high=1, metavar="P", only="offload",
+    )  # fmt: skip
+    search: str | None = option(
+        None, "offload", "rate: find the highest rate of arrivals at which the limits hold, with"
+        " offload and without", choices=("rate",), metavar="WHAT", only="offload", nullable=True,
     )  # fmt: skip
     baseline: str = option(
         "auto", "offload",

@@ -24,7 +24,6 @@ from kvcore.replay.answer.batches import (
     largest_batch,
     mean_context,
 )
-from kvcore.replay.models.profile import STEP
 from kvcore.replay.serving.interval import CLOCK, FEWEST
 
 if TYPE_CHECKING:
@@ -66,6 +65,7 @@ class Answer:
     break_even_batch: from which on offload decodes faster than the baseline does at its best.
     curves:   (batch, tokens a second of decoding), by side.
     baseline: figures of the run without offload.
+    searches: the rates that were tried, by side.
     """
 
     decision: str | None
@@ -76,6 +76,7 @@ class Answer:
     break_even_batch: int | None = None
     curves: dict[str, list[tuple[int, float]]] | None = None
     baseline: dict[str, Any] | None = None
+    searches: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Of types that JSON has: what goes into a report."""
@@ -91,6 +92,7 @@ class Answer:
                 "speed_up_interval": bounds,
                 "break_even_batch": self.break_even_batch,
                 "curves": self.curves,
+                "search": self.searches,
             },
             "baseline": self.baseline,
         }
@@ -274,11 +276,9 @@ def _because(report: OffloadReport) -> tuple[str, ...]:
         found[0] += f" and {waited:.0%} waiting for rows ({exposed:.0%} for the host link)"
     share = report.assumed_share
     if share:
-        names = [key for key in report.model.assumed() if key in STEP]
-        names += [key for key in report.transfer_figures if report.device[key].basis == "assumed"]
         found.append(
             f"{share:.0%} of that rests on figures that nobody has published or measured:"
-            f" {', '.join(names)}"
+            f" {', '.join(report.deployment.assumed())}"
         )
     return tuple(found)
 

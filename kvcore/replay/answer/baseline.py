@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import ParamInvalidError
-from kvcore.replay.serving.fit import device_blocks, fit, weight_bytes
+from kvcore.replay.serving.fit import deployment_of, device_blocks, fit, weight_bytes
 from kvcore.replay.serving.on_device import OnDevice
 from kvcore.replay.serving.replay import Replay
 
 if TYPE_CHECKING:
+    from kvcore.replay.deployments.deployment import Deployment
     from kvcore.replay.models.profile import ModelProfile
     from kvcore.replay.options import OffloadOptions
     from kvcore.replay.report.offloaded import OffloadReport
@@ -38,15 +39,16 @@ def baseline_options(options: OffloadOptions) -> OffloadOptions:
     return replace(options, policy="none", pool=None, max_trace_events=0)
 
 
-def why_none(model: ModelProfile, options: OffloadOptions) -> str:
+def why_none(model: ModelProfile | Deployment, options: OffloadOptions) -> str:
     """Why a run has no baseline; empty when it has one."""
     if options.policy == "none":
         return "this run is the baseline itself"
     if options.baseline == "off":
         return "it was switched off (--baseline off)"
-    if weight_bytes(model, options) is None:
+    own = deployment_of(model, options).model
+    if weight_bytes(own, options) is None:
         return (
-            f"what the weights and activations of {model.name} take on a device is not known"
+            f"what the weights and activations of {own.name} take on a device is not known"
             " (--weights-gib says it), so neither is what fits there without offload"
         )
     return ""
@@ -54,7 +56,7 @@ def why_none(model: ModelProfile, options: OffloadOptions) -> str:
 
 def run_baseline(
     requests: Sequence[TraceRequest],
-    model: ModelProfile,
+    model: ModelProfile | Deployment,
     options: OffloadOptions,
     *,
     stop: Callable[[], bool] = lambda: False,
@@ -73,7 +75,7 @@ def run_baseline(
         device, _ = fit(model, own)
     except ParamInvalidError as error:
         return Baseline(None, str(error), fits=False)
-    room = device_blocks(model, own, device)
+    room = device_blocks(deployment_of(model, own).model, own, device)
     needed = -(-longest // own.block_size)
     if needed > room:
         why = (

@@ -16,8 +16,9 @@ import numpy as np
 
 from kvcore.offload.decode.write_policy import make_write_policy
 from kvcore.replay.clock.compute_time import ComputeTime
+from kvcore.replay.clock.in_order import InOrderClock
 from kvcore.replay.clock.step_clock import StepClock
-from kvcore.replay.serving.fit import device_blocks, device_bytes, weight_bytes
+from kvcore.replay.serving.fit import device_blocks, held_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from kvcore.replay.report.offloaded import OffloadReport
@@ -50,18 +51,30 @@ class BatchCurve:
         each = max(1, totals.request_steps)
         self._written, self._accepted = totals.written / each, totals.accepted / each
         self._groups = model.groups or (tuple(range(model.layers)),)
-        rows = (totals.hits, totals.misses, totals.recent)
-        self._rows = np.array(rows) / each / model.layers
-        self._compute = ComputeTime(model, options.drafts)
+        rows = np.array((totals.hits, totals.misses, totals.recent)) / each / model.layers
+        self._in_order = report.deployment.serve == "in order"
+        if self._in_order and model.topk:
+            # Each query is served its own rows; what several want is read once.
+            wanted = self._written * min(self._context + self._written, model.topk)
+            rows[:] = max(0.0, wanted - rows[1]) if rows.any() else 0.0, rows[1], 0.0
+        self._rows = rows
+        self._plan_us = report.deployment.own("plan_group") * len(model.groups)
+        self._compute = ComputeTime(report.deployment, options.drafts)
         self._pieces = make_write_policy(options.write_policy).pieces
         self._lanes = sum(n > 0 for n in model.shape.row_bytes)
 
     def tokens_per_s(self, batch: int) -> float:
         """Of a batch that decodes and does nothing else."""
         report = self._report
-        clock = StepClock(report.model, report.device, self._groups, lanes=self._lanes)
+        clock: StepClock | InOrderClock = (
+            InOrderClock(report.deployment, lanes=self._lanes)
+            if self._in_order
+            else StepClock(report.model, report.device, self._groups, lanes=self._lanes)
+        )
         rows = np.tile(self._rows * batch, (len(self._groups), 1))
         compute_us = self._compute.of(np.full(batch, self._context, np.int64)).us
+        if not self._in_order and not report.on_device:
+            compute_us += self._plan_us
         written = batch * self._written
         sent = 0.0 if report.on_device else written
         pieces = self._pieces(round(written), batch) if sent else 0
@@ -85,7 +98,8 @@ def largest_batch(report: OffloadReport, requests: Sequence[TraceRequest]) -> in
         fits = device_blocks(model, options, report.device) // max(1, held)
     else:
         room = report.device.capacity_bytes - (weight_bytes(model, options) or 0)
-        each = device_bytes(model, options, report.pool_entries, round(mean_context(requests)))
+        tokens = round(mean_context(requests))
+        each = held_bytes(report.deployment, options, report.pool_entries, 1, tokens)
         fits = room // max(1, each)
     return max(1, min(MOST, int(fits)))
 

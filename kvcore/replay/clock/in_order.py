@@ -34,7 +34,9 @@ class InOrderClock:
     def __init__(self, deployment: Deployment, *, lanes: int) -> None:
         model, device = deployment.model, deployment.device
         self._row_bytes, self._lanes = model.row_bytes, lanes
-        self._sizes = np.array([len(group) for group in model.groups or ((*range(model.layers),),)], np.float64)
+        self._sizes = np.array(
+            [len(group) for group in model.groups or ((*range(model.layers),),)], np.float64
+        )
         self._layers = model.layers
         self._service = device.service
         self._overlap = deployment.own("serve_overlap", 1.0)

@@ -132,7 +132,8 @@ class Latencies:
     """What the requests of a run felt.
 
     slo: limits, or None.
-    good: finished requests that met them; finished: those with a last token.
+    window_us: first and last arrival of the requests that are judged by the limits; None: all are.
+    good: finished requests that met them; finished: those with a last token that are judged.
     """
 
     good: int
@@ -140,6 +141,8 @@ class Latencies:
 
     def __init__(self, slo: Slo | None = None) -> None:
         self.slo = slo
+        self.window_us: tuple[float, float] | None = None
+        self._waits = (array("d"), array("d"))  # arrivals, and what came before admission
         self.good = self.finished = 0
         self._values: dict[str, list[float]] = {"queue": [], "ttft": [], "tpot": [], "e2e": []}
         # Of each finished request, limit by limit: NaN for what it does not have.
@@ -173,7 +176,10 @@ class Latencies:
         for name, us in values.items():
             if not math.isnan(us) and (finished or name in ("queue", "ttft")):
                 self._values[name].append(us)
-        if finished:
+        self._waits[0].append(progress.arrived_us)
+        self._waits[1].append(values["queue"])
+        first, last = self.window_us or (-math.inf, math.inf)
+        if finished and first <= progress.arrived_us <= last:
             self.finished += 1
             self.good += self.slo is not None and self.slo.is_met(values)
             for name, kept in self._judged.items():
@@ -194,6 +200,36 @@ class Latencies:
         for name, limit in self.slo.limits.items():
             bad |= np.frombuffer(self._judged[name]) * factor > limit
         return 1.0 - float(bad.mean())
+
+    def within(self, share: float) -> dict[str, float]:
+        """Microseconds, by limit, that this share of the judged requests stays within."""
+        found: dict[str, float] = {}
+        for name in self.slo.limits if self.slo is not None else ():
+            values = np.frombuffer(self._judged[name])
+            known = values[~np.isnan(values)]
+            if len(known):
+                found[name] = float(np.quantile(known, share))
+        return found
+
+    def overload(self) -> str:
+        """Whether requests arrive faster than they are served, in words; empty when they do not.
+
+        They do when the last fifth of them waits longer to be admitted than it is served, and
+        twice as long as the first fifth.
+        """
+        if not self._waits[0] or not self._values["e2e"]:
+            return ""
+        arrived, waits = (np.frombuffer(values) for values in self._waits)
+        by_arrival = waits[np.argsort(arrived, kind="stable")]
+        fifth = max(1, len(by_arrival) // 5)
+        first, last = (float(part.mean()) for part in (by_arrival[:fifth], by_arrival[-fifth:]))
+        served = float(np.mean(self._values["e2e"])) - float(waits.mean())
+        if last <= max(2 * first, served):
+            return ""
+        return (
+            "requests arrive faster than they are served: the last fifth waits"
+            f" {last / 1e6:,.3g} s to be admitted, the first {first / 1e6:,.3g} s"
+        )
 
     def summaries(self) -> dict[str, Summary | None]:
         """By name; None where no request has the value."""

@@ -103,11 +103,6 @@ class OffloadReport(Report):
         return min(1.0, us / totals.decode_us)
 
     @property
-    def transfer_figures(self) -> tuple[str, ...]:
-        """The figures of the device that a step's transfers rest on, by name."""
-        return TRANSFER_FIGURES
-
-    @property
     def prefill_basis(self) -> str:
         """Where the prefill's speed comes from."""
         rate = self.options.prefill_tokens_per_s

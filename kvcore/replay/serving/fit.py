@@ -60,6 +60,10 @@ def fit(model: ModelProfile | Deployment, options: OffloadOptions) -> tuple[Devi
     options.check_values()
     if options.slo is not None:
         Slo.parse(options.slo)
+    if options.search is not None and options.slo is None:
+        fail("search", "limits that are to hold (slo)", "none")
+    if options.search is not None and options.arrivals != "time":
+        fail("search", "requests that arrive by time (arrivals)", repr(options.arrivals))
     deployment = deployment_of(model, options)
     model, device = deployment.model, deployment.device
     pool = _pool(model, options)

@@ -222,6 +222,15 @@ class OffloadReplay(Replay[OffloadReport]):
         serving = OnDevice if options.policy == "none" else strategy
         super().__init__(requests, serving(model, options))
 
+    @classmethod
+    def served_by(
+        cls, requests: Sequence[TraceRequest], serving: OffloadedInFull | OffloadedSampled
+    ) -> OffloadReplay:
+        """A replay by a strategy that is there already."""
+        replay = cls.__new__(cls)
+        Replay.__init__(replay, requests, serving)
+        return replay
+
     def save_trace(self, path: str) -> int:
         """Write the spans for Perfetto; returns how many did not fit ``max_trace_events``.
 

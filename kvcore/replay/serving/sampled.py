@@ -35,21 +35,33 @@ MOVED = 0.05
 
 
 class OffloadedSampled(Accounted):
-    """The sample is served first; the replay itself moves no rows."""
+    """The sample is served first; the replay itself moves no rows.
+
+    rehearsal: of the same requests and options but for their arrivals, served to its end by
+               another replay; None: the sample is served by this one.
+    """
 
     how = "sampled"
 
-    def __init__(self, model: ModelProfile | Deployment, options: OffloadOptions) -> None:
+    def __init__(
+        self,
+        model: ModelProfile | Deployment,
+        options: OffloadOptions,
+        *,
+        rehearsal: Rehearsal | None = None,
+    ) -> None:
         super().__init__(model, options)
         self._usage = Usage()
+        self._served = rehearsal
 
     def _take(self, requests: Sequence[TraceRequest]) -> None:
         self._requests = len(requests)
-        self.rehearsal: Rehearsal = Rehearsal(
+        self.rehearsal: Rehearsal = self._served or Rehearsal(
             self.model, self.options, self.profile, self.pool_entries, requests,
             self.deployment.ids,
         )  # fmt: skip
         self.real: RealDecode = self.rehearsal.real
+        self.totals.real_rows = self.rehearsal.rows
 
     def prepare(self) -> bool:
         """Serve a step of the sample."""

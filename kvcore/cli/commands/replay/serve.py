@@ -18,11 +18,10 @@ if TYPE_CHECKING:
         ModelProfile,
         ModelShape,
         OffloadOptions,
-        OffloadReplay,
-        Replay,
-        ReplayReport,
         TraceRequest,
     )
+    from kvcore.replay.answer.answer import Answer
+    from kvcore.replay.report.report import Report
 
 __all__ = ["model_of", "offload_options", "read_requests", "run_caches", "run_offload"]
 
@@ -61,6 +60,8 @@ def read_requests(namespace: argparse.Namespace) -> tuple[str, list[TraceRequest
 # ---------------------------------------------------------------- real caches
 def run_caches(namespace: argparse.Namespace) -> int:
     """Serve the trace into real caches."""
+    from kvcore.cli.interrupt import Interrupt
+    from kvcore.cli.progress import progress_of
     from kvcore.replay import Replay
 
     refuse_unwritable(namespace.json, reads=files_read(namespace))
@@ -79,7 +80,12 @@ def run_caches(namespace: argparse.Namespace) -> int:
         verify_samples=namespace.verify_samples,
         num_threads=namespace.threads,
     )
-    return _serve(namespace, source, replay, requests)
+    with Interrupt() as interrupt, progress_of(namespace.progress) as progress:
+        report = replay.run(stop=interrupt.is_set, progress=progress)
+    _write(namespace, source, report, {
+        "trace": source, "seed": namespace.seed, **report.to_dict(),
+    })  # fmt: skip
+    return _ended(namespace, report)
 
 
 def _shape(namespace: argparse.Namespace) -> ModelShape:
@@ -148,6 +154,8 @@ def offload_options(
     values.setdefault("fidelity", "full" if short else "sampled")
     if values["fidelity"] == "full":
         values.setdefault("host_blocks", FULL_BLOCKS)
+    if namespace.search is not None and "arrivals" not in values:
+        values["arrivals"] = "time"
     if namespace.perfetto is not None:
         values["max_trace_events"] = MAX_TRACE_EVENTS
     return OffloadOptions(**values)
@@ -167,9 +175,11 @@ def run_offload(
     namespace: argparse.Namespace, source: str, requests: Sequence[TraceRequest]
 ) -> int:
     """Serve the trace with the full cache on the host of a modelled device."""
+    from kvcore.cli.interrupt import Interrupt
+    from kvcore.cli.progress import progress_of
     from kvcore.errors import fail
-    from kvcore.replay import OffloadReplay
     from kvcore.replay.answer.baseline import why_none
+    from kvcore.replay.answer.run import serve
 
     if namespace.html is not None:
         from kvcore.replay.report.html import check_plotly
@@ -183,45 +193,45 @@ def run_offload(
         why = why_none(model, options)
         if why:
             fail("--expect", "a run with a baseline to decide by", why)
-    return _serve(namespace, source, OffloadReplay(requests, model, options), requests)
-
-
-# ---------------------------------------------------------------- both
-def _serve(
-    namespace: argparse.Namespace,
-    source: str,
-    replay: Replay[ReplayReport] | OffloadReplay,
-    requests: Sequence[TraceRequest],
-) -> int:
-    """Serve, print the answer and the table, write the files asked for."""
-    from kvcore.cli.commands.replay.table import print_report
-    from kvcore.cli.interrupt import Interrupt
-    from kvcore.cli.progress import progress_of
-    from kvcore.replay import OffloadReplay, OffloadReport
-
-    answer = None
     with Interrupt() as interrupt, progress_of(namespace.progress) as progress:
-        report = replay.run(stop=interrupt.is_set, progress=progress)
-        figures = {"trace": source, "seed": namespace.seed}
-        if isinstance(report, OffloadReport):
-            from kvcore.replay.answer.run import figures_of, finish
-
-            answer = finish(report, requests, stop=interrupt.is_set, progress=progress)
-            figures |= figures_of(report, answer, requests)
-        else:
-            figures |= report.to_dict()
-    if namespace.json != "-":  # first, so that it is seen though the disk be full
-        print_report(report, source, answer)
-    if namespace.json is not None:
-        write_json(namespace.json, figures)
-    if namespace.perfetto is not None and isinstance(replay, OffloadReplay):
-        dropped = replay.save_trace(namespace.perfetto)
+        served = serve(requests, model, options, stop=interrupt.is_set, progress=progress)
+    answer, report = served.answer, served.report
+    figures = {"trace": source, "seed": namespace.seed, **served.figures()}
+    _write(namespace, source, report, figures, answer)
+    if namespace.perfetto is not None:
+        dropped = served.replay.save_trace(namespace.perfetto)
         if dropped:
             tell(f"kvcore replay: {dropped:,} events did not fit the trace")
     if namespace.html is not None:
         from kvcore.replay.report.html import write_html
 
         write_html(namespace.html, figures, report.table(source))
+    ended = _ended(namespace, report)
+    if ended == status.OK and namespace.expect not in (None, answer.decision):
+        tell(f"kvcore replay: expected {namespace.expect}, the answer is {answer.decision}")
+        return status.FAILED
+    return ended
+
+
+# ---------------------------------------------------------------- both
+def _write(
+    namespace: argparse.Namespace,
+    source: str,
+    report: Report,
+    figures: dict[str, Any],
+    answer: Answer | None = None,
+) -> None:
+    """Print the answer and the table, write the JSON that is asked for."""
+    from kvcore.cli.commands.replay.table import print_report
+
+    if namespace.json != "-":  # first, so that it is seen though the disk be full
+        print_report(report, source, answer)
+    if namespace.json is not None:
+        write_json(namespace.json, figures)
+
+
+def _ended(namespace: argparse.Namespace, report: Report) -> int:
+    """What a run ends with; says which rows are wrong, and that it was interrupted."""
     for mismatch in report.mismatches[:5]:
         tell(f"kvcore replay: {mismatch}")
     if not report.ok:
@@ -231,7 +241,4 @@ def _serve(
         files = f"; written so far: {', '.join(written)}" if written else ""
         tell(f"kvcore replay: interrupted, what is done is above{files}")
         return status.INTERRUPTED
-    if answer is not None and namespace.expect not in (None, answer.decision):
-        tell(f"kvcore replay: expected {namespace.expect}, the answer is {answer.decision}")
-        return status.FAILED
     return status.OK
