@@ -75,6 +75,7 @@ class Point:
 
     attained: share of the judged requests that are good; sure, perhaps: the same if every time
               were longer, or shorter, by what it may be off.
+    factor:   by which every time may be off.
     values:   milliseconds, by limit, that the share asked for stays within.
     """
 
@@ -86,6 +87,7 @@ class Point:
     values: dict[str, float]
     overload: str
     holds: bool
+    factor: float = 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Of types that JSON has."""
@@ -202,7 +204,7 @@ class Search:
             rate, attained, sure, perhaps,
             totals.request_steps / max(1, totals.steps),
             {name: us / 1e3 for name, us in felt.within(self._attain).items()},
-            felt.overload(), attained >= self._attain,
+            felt.overload(), attained >= self._attain, 1 + (error or 0.0),
         )  # fmt: skip
         self._points[rate], self._reports[rate] = point, report
         self.best = report
@@ -246,8 +248,11 @@ class Search:
     def _found(self, low: float, high: float) -> RateSearch:
         points = sorted(self._points.values(), key=lambda p: p.rate)
         self.best = self._reports[low or points[0].rate]
-        sure = max((p.rate for p in points if p.sure >= self._attain), default=0.0)
-        perhaps = min((p.rate for p in points if p.perhaps < self._attain), default=math.inf)
+        # If all times were longer by a factor, a rate lower by it would wait longer by it.
+        sure = max((p.rate / p.factor for p in points if p.sure >= self._attain), default=0.0)
+        perhaps = min(
+            (p.rate * p.factor for p in points if p.perhaps < self._attain), default=math.inf
+        )
         if not low:
             return RateSearch(None, 0.0, min(perhaps, high), tuple(points), self._none(points[0]))
         if math.isinf(high):
