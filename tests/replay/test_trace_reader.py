@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.errors import ParamInvalidError
+from kvcore.replay.traces.content import block_keys
 from kvcore.replay.traces.reader import MAX_LINE_BYTES, TraceRequest, parse_line, read_trace
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "conversation_trace.jsonl"
@@ -62,9 +63,13 @@ def test_limit_reads_no_further() -> None:
         (b'{"timestamp": 1e999, ' + line()[17:], "timestamp: expected milliseconds from 0"),
         (line(timestamp=-1), "timestamp: expected milliseconds from 0 to .*, got -1"),
         (line(timestamp=2**60), "timestamp: expected milliseconds from 0"),
-        (line(timestamp="3"), "timestamp: expected a number of milliseconds, got '3'"),
-        (line(timestamp=True), "timestamp: expected a number of milliseconds, got True"),
-        (line(timestamp=None), "timestamp: expected a number of milliseconds, got None"),
+        (line(timestamp="3"), r"timestamp: expected a number of milliseconds from .*, got '3'"),
+        (
+            line(timestamp="2026-05-01T00:00:07+02:00"),
+            r"milliseconds from the start of the trace \(of dates: .*\), got '2026-05-01T",
+        ),
+        (line(timestamp=True), "timestamp: expected a number of milliseconds .*, got True"),
+        (line(timestamp=None), "timestamp: expected a number of milliseconds .*, got None"),
         (line(input_length=0), "input_length: expected an integer from 1 to 2147483647, got 0"),
         (line(input_length=-700), "input_length: expected .*, got -700"),
         (line(input_length=700.0), "input_length: expected .*, got 700.0"),
@@ -96,11 +101,27 @@ def test_bad_lines(bad: bytes, message: str) -> None:
     assert str(caught.value).startswith("line:3: ")
 
 
-@pytest.mark.parametrize("key", sorted(GOOD))
+@pytest.mark.parametrize("key", sorted(set(GOOD) - {"hash_ids"}))
 def test_missing_keys(key: str) -> None:
     bad = json.dumps({k: v for k, v in GOOD.items() if k != key}).encode()
     with pytest.raises(ParamInvalidError, match=f"^here: {key}: expected this key on every line"):
         parse_line(bad, where="here")
+
+
+def test_a_line_without_ids_shares_no_block(tmp_path: Path) -> None:
+    bare = json.dumps({k: v for k, v in GOOD.items() if k != "hash_ids"}).encode()
+    requests = read_trace([bare, line(), bare, line()])
+    assert [r.shares for r in requests] == [False, True, False, True]
+    keys = [block_keys(r, 128, r.input_length) for r in requests]
+    assert keys[1] == keys[3]
+    assert len(set(keys[0]) | set(keys[1]) | set(keys[2])) == 3 * 6
+    assert all(len(r.hash_ids) == 2 for r in requests)
+    # A line of its own is not a long list, however long its prompt is.
+    long = json.dumps({"timestamp": 0, "input_length": 2**31 - 1, "output_length": 1}).encode()
+    assert len(parse_line(long, 10**7 - 1).hash_ids) == 2**22
+    with pytest.raises(ParamInvalidError, match=r"^request 1: hash_ids: expected ids below"):
+        read_trace([bare, line(hash_ids=[0, 2**62])])
+    assert read_trace([line(hash_ids=[0, 2**62])])[0].shares
 
 
 def test_a_file_is_named_with_the_line(tmp_path: Path) -> None:

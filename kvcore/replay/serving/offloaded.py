@@ -118,7 +118,11 @@ class Offloaded(Strategy[OffloadReport]):
         options = self.options
         last = max(request.timestamp_ms for request in requests)
         if options.arrivals == "time" and last > MAX_ARRIVAL_MS:
-            fail("timestamp", f"at most {MAX_ARRIVAL_MS:.0e} ms with arrivals by time", last)
+            expected = (
+                f"milliseconds from the start of the trace, at most {MAX_ARRIVAL_MS:.0e} with"
+                " arrivals by time (of times since 1970: less the first one)"
+            )
+            fail("timestamp", expected, last)
         self._check_memory()  # before there is a pool of as many blocks
         self._scheduler = Scheduler(
             requests,

@@ -3,7 +3,8 @@
 
 One JSON object a line: ``timestamp`` (ms from the start), ``input_length`` and
 ``output_length`` (tokens) and ``hash_ids`` (one id per 512-token block of the input; equal ids
-mean equal blocks).  Other keys are ignored, blank lines are skipped.
+mean equal blocks).  Other keys are ignored, blank lines are skipped.  A line without ``hash_ids``
+shares no block with another.
 Source of the form: kvcache-ai/Mooncake, FAST25-release/traces.
 
 A trace steers the size of everything that follows, so nothing is guessed: a line that is not
@@ -36,6 +37,9 @@ HASH_BLOCK_TOKENS = 512
 
 MAX_TOKENS = 2**31 - 1
 MAX_HASH_ID = 2**63 - 1
+#: From here on are the ids of lines that have none, so many for each of them.
+OWN_IDS = 2**62
+OWN_IDS_EACH = 2**23
 MAX_TIMESTAMP_MS = 2**53
 # A line is held in memory whole; the longest of the public traces has a few kilobytes.
 MAX_LINE_BYTES = 64 * 2**20
@@ -50,13 +54,15 @@ class TraceRequest:
     input_length:  prompt tokens, at least 1.
     output_length: generated tokens.
     hash_ids:      one id per 512 prompt tokens, the last one may cover fewer.
+    shares:        whether its line had ids; else they are its own, and it shares no block.
     """
 
     index: int
     timestamp_ms: float
     input_length: int
     output_length: int
-    hash_ids: tuple[int, ...]
+    hash_ids: tuple[int, ...] | range
+    shares: bool = True
 
     @property
     def total_tokens(self) -> int:
@@ -91,8 +97,19 @@ def read_trace(
             requests = list(islice(_parse(bounded_lines(handle.readline), name), limit))
     else:
         requests = list(islice(_parse(each_of("source", source), "line"), limit))
+    if any(not request.shares for request in requests):
+        _refuse_own_ids(requests)
     requests.sort(key=lambda request: request.timestamp_ms)
     return requests
+
+
+def _refuse_own_ids(requests: Iterable[TraceRequest]) -> None:
+    """Raise for ids of the file that are those of lines without any."""
+    for request in requests:
+        most = max(request.hash_ids, default=0)
+        if request.shares and most >= OWN_IDS:
+            expected = f"ids below {OWN_IDS} where other lines have no hash_ids"
+            fail(f"request {request.index}: hash_ids", expected, most)
 
 
 def bounded_lines(readline: Callable[[int], bytes]) -> Iterator[bytes]:
@@ -117,7 +134,11 @@ def parse_line(line: bytes, index: int = 0, *, where: str = "line") -> TraceRequ
     timestamp = _timestamp(_field(record, "timestamp", where), where)
     input_length = _integer(_field(record, "input_length", where), "input_length", where, 1)
     output_length = _integer(_field(record, "output_length", where), "output_length", where, 0)
-    hash_ids = _hash_ids(_field(record, "hash_ids", where), input_length, where)
+    if "hash_ids" not in record:
+        first = OWN_IDS + index * OWN_IDS_EACH
+        own = range(first, first - (-input_length // HASH_BLOCK_TOKENS))
+        return TraceRequest(index, timestamp, input_length, output_length, own, shares=False)
+    hash_ids = _hash_ids(record["hash_ids"], input_length, where)
     return TraceRequest(index, timestamp, input_length, output_length, hash_ids)
 
 
@@ -159,7 +180,10 @@ def _integer(value: object, name: str, where: str, low: int, high: int = MAX_TOK
 
 def _timestamp(value: object, where: str) -> float:
     if type(value) not in (int, float):
-        _fail(where, "timestamp", "a number of milliseconds", _shown(value))
+        expected = "a number of milliseconds from the start of the trace"
+        if isinstance(value, str):
+            expected += " (of dates: (date - first date) / timedelta(milliseconds=1))"
+        _fail(where, "timestamp", expected, _shown(value))
     assert isinstance(value, int | float)
     if not (math.isfinite(value) and 0 <= value <= MAX_TIMESTAMP_MS):
         _fail(where, "timestamp", f"milliseconds from 0 to {MAX_TIMESTAMP_MS}", _shown(value))

@@ -54,6 +54,10 @@ def read_requests(namespace: argparse.Namespace) -> tuple[str, list[TraceRequest
         requests = read_trace(namespace.trace, limit=namespace.requests)
     if not requests:
         fail(namespace.trace, "at least one request", "none")
+    alone = sum(not request.shares for request in requests)
+    if alone:
+        said = f"{alone:,} of {len(requests):,} requests have no hash_ids and share no prefix"
+        return f"{namespace.trace} ({said})", requests
     return namespace.trace, requests
 
 
