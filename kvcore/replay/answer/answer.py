@@ -288,6 +288,6 @@ def _summary(other: OffloadReport) -> dict[str, Any]:
     found = other.to_dict()
     keys = (
         "requests", "tokens", "memory", "steps", "batch", "model_time_us", "tokens_per_s",
-        "latency_ms", "slo", "timeline",
+        "latency_ms", "latency_quantiles_ms", "slo", "timeline",
     )  # fmt: skip
     return {key: found[key] for key in keys}

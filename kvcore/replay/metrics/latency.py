@@ -28,12 +28,14 @@ from numpy.typing import NDArray
 
 from kvcore.errors import fail, shown
 
-__all__ = ["LIMITS", "Latencies", "Progress", "Slo", "Summary"]
+__all__ = ["LIMITS", "SHARES", "Latencies", "Progress", "Slo", "Summary"]
 
 #: What a limit can be of.
 LIMITS = ("ttft", "tpot", "e2e")
 UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
 MOST_US = 1e15
+#: Of the requests, at which their distributions are written.
+SHARES = (0.0, *(n / 20 for n in range(1, 20)), 0.99, 1.0)
 CLASS = math.log(1.005)
 LOWEST_US = 1e-2
 NUM_CLASSES = int(math.log(MOST_US / LOWEST_US) / CLASS) + 2
@@ -244,6 +246,22 @@ class Latencies:
         return {
             name: None if one is None else one.to_dict() for name, one in self.summaries().items()
         }
+
+    def quantiles(self) -> dict[str, list[float] | None]:
+        """Milliseconds by name, of the shares `SHARES` of the requests (itl: of the tokens).
+
+        None where no request has the value.
+        """
+        found: dict[str, list[float] | None] = {}
+        for name, values in self._values.items():
+            us = np.quantile(np.array(values), SHARES) if values else None
+            found[name] = None if us is None else (us / 1e3).tolist()
+        count = int(self._gaps.sum())
+        ranks = np.maximum(1, np.ceil(np.array(SHARES) * count))
+        at = np.searchsorted(np.cumsum(self._gaps), ranks)
+        gaps = LOWEST_US * np.exp((at + 0.5) * CLASS) / 1e3
+        found["itl"] = gaps.tolist() if count else None
+        return found
 
     def _between(self) -> Summary | None:
         count = int(self._gaps.sum())

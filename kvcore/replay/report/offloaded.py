@@ -9,7 +9,7 @@ from typing import Any
 from kvcore import __version__
 from kvcore.replay.clock.capacity import decode_bytes
 from kvcore.replay.deployments.deployment import Deployment
-from kvcore.replay.metrics.latency import Latencies
+from kvcore.replay.metrics.latency import SHARES, Latencies
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import (
     PREFILL_SOURCE,
@@ -186,6 +186,7 @@ class OffloadReport(Report):
             },
             "tokens_per_s": {"decode": self.decode_tokens_per_s, "all": self.tokens_per_s},
             "latency_ms": self.latencies.to_dict(),
+            "latency_quantiles_ms": {"shares": list(SHARES), **self.latencies.quantiles()},
             "slo": self.slo_dict(),
             "overlap": self.overlap,
             "assumed_share": self.assumed_share,

@@ -229,7 +229,7 @@ def _write(
     from kvcore.cli.commands.replay.table import print_report
 
     if namespace.json != "-":  # first, so that it is seen though the disk be full
-        print_report(report, source, answer)
+        print_report(report, source, answer, figures)
     if namespace.json is not None:
         write_json(namespace.json, figures)
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvcore.replay.answer.answer import Answer
@@ -12,22 +13,37 @@ if TYPE_CHECKING:
 __all__ = ["print_report"]
 
 
-def print_report(report: Report, source: str, answer: Answer | None = None) -> None:
+def print_report(
+    report: Report,
+    source: str,
+    answer: Answer | None = None,
+    figures: Mapping[str, Any] | None = None,
+) -> None:
     """Print a run to standard output: the answer and what decides it, then the table.
 
-    source: where the trace is from.
+    source: where the trace is from; figures: as the JSON has them, for what is compared.
     """
     from rich import box
     from rich.table import Table
 
     from kvcore.cli.console import cell, show
     from kvcore.cli.printing import say
+    from kvcore.replay.report.side_by_side import side_by_side
 
     if answer is not None:
         say(answer.sentence)
         for line in answer.because:
             say(f"- {line}.")
         say("")
+        sides = side_by_side(figures or {})
+        if sides:
+            compared = Table(box=box.SIMPLE_HEAD)
+            compared.add_column("", style="bold", overflow="fold")
+            for name in ("with offload", "without"):
+                compared.add_column(name, justify="right")
+            for row in sides:
+                compared.add_row(*map(cell, row))
+            show(compared)
 
     title = report.title + (" (interrupted: so far)" if report.interrupted else "")
     table = Table(box=box.SIMPLE_HEAD, show_header=False, title=title, title_justify="left")
