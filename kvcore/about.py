@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcore import backends, dtypes, soc, threads
+from kvcore import backends, cpus, dtypes, soc, threads
 from kvcore import isa as isa_settings
 from kvcore._core import adopt
 from kvcore._kernels import isa, parallel
@@ -84,6 +84,20 @@ def _details(name: str) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
+def _cpu() -> dict[str, Any]:
+    found = cpus.chosen()
+    return {
+        "name": found.cpu,
+        "row": found.row.name,
+        "row_comes_from": found.how,
+        "row_rests_on": found.row.basis,
+        "path": isa.path(),
+        "second_level_bytes": found.second_level,
+        "third_level_bytes": found.third_level,
+        "passed_over": list(found.words),
+    }
+
+
 def info() -> dict[str, Any]:
     """A nested dict: version, cpu, threads, soc, backends (None: usable, else why not), details
     (of backends that have any: libraries looked for, device, operators), dtypes, packages.
@@ -105,6 +119,7 @@ def info() -> dict[str, Any]:
             "instruction_set": isa.current(),
             "instruction_sets": list(isa.available()),
             "stream_bytes": isa.stream_bytes(),
+            **_cpu(),
         },
         "threads": {
             "num_threads": _setting(threads.get_num_threads) or "automatic",

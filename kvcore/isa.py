@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment's word on kernels: KVCORE_ISA, KVCORE_STREAM_BYTES, KVCORE_PARALLEL_BYTES.
+"""What the kernels use: by the CPU (``kvcore.cpus``), and by the environment's KVCORE_CPU,
+KVCORE_ISA, KVCORE_STREAM_BYTES and KVCORE_PARALLEL_BYTES.
 
 Read once, when kvcore is imported.  What cannot be used there does not stop the import: every call
 raises it.
@@ -9,21 +10,33 @@ from __future__ import annotations
 
 import os
 
+from kvcore import cpus
 from kvcore._kernels import isa, parallel
 from kvcore.errors import ParamInvalidError, fail
 
-__all__ = ["apply_environment", "faults", "require"]
+__all__ = ["apply_environment", "apply_row", "faults", "require"]
 
 _faults: list[ParamInvalidError] = []
 
 
 def apply_environment() -> None:
     """Put in force what the variables say; what they cannot say is left to require()."""
-    for apply in (_instruction_set, _streaming, _parallel):
+    for apply in (_cpu, _instruction_set, _streaming, _parallel):
         try:
             apply()
         except ParamInvalidError as error:
             _faults.append(error)
+
+
+def apply_row(name: str) -> None:
+    """Put a row of ``kvcore.cpus`` in force, whatever the variables say: to measure it.
+
+    Raises ParamInvalidError for a name that no row has.
+    """
+    row = cpus.use(name)
+    isa.select(isa.current(), row.row.path)
+    isa.set_stream_bytes(row.stream_bytes)
+    parallel.set_parallel_bytes(row.parallel_bytes)
 
 
 def require() -> None:
@@ -37,19 +50,29 @@ def faults() -> list[str]:
     return [str(fault) for fault in _faults]
 
 
+def _cpu() -> None:
+    cpus.use(os.environ.get("KVCORE_CPU", "").strip() or None)
+
+
 def _instruction_set() -> None:
     name = os.environ.get("KVCORE_ISA", "").strip()
     if name and name not in isa.available():
         fail("KVCORE_ISA", "one of " + ", ".join(isa.available()) + " on this CPU", repr(name))
-    isa.select(name or None)
+    isa.select(name or None, cpus.chosen().row.path)
 
 
 def _streaming() -> None:
-    isa.set_stream_bytes(_bytes("KVCORE_STREAM_BYTES"))
+    isa.set_stream_bytes(cpus.chosen().stream_bytes)
+    count = _bytes("KVCORE_STREAM_BYTES")
+    if count is not None:
+        isa.set_stream_bytes(count)
 
 
 def _parallel() -> None:
-    parallel.set_parallel_bytes(_bytes("KVCORE_PARALLEL_BYTES"))
+    parallel.set_parallel_bytes(cpus.chosen().parallel_bytes)
+    count = _bytes("KVCORE_PARALLEL_BYTES")
+    if count is not None:
+        parallel.set_parallel_bytes(count)
 
 
 def _bytes(variable: str) -> int | None:

@@ -22,13 +22,15 @@ import kvcore
 from kvcore._kernels import isa
 
 STREAM_ALL, STREAM_NONE = 0, 1 << 60
+#: Every way of writing that this CPU has: instruction sets and their paths.
+WAYS = [(name, path) for name in isa.available() for path in isa.paths(name)]
 
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
-    name, count = isa.current(), isa.stream_bytes()
+    name, path, count = isa.current(), isa.path(), isa.stream_bytes()
     yield
-    isa.select(name)
+    isa.select(name, path)
     isa.set_stream_bytes(count)
 
 
@@ -111,8 +113,8 @@ def test_every_instruction_set_writes_the_same(
         modes["cache_mode"] = "PA_NZ"
     elif layout == "NHSD":
         modes["scatter_mode"] = "NHSD"
-    for name in isa.available():
-        isa.select(name)
+    for name, path in WAYS:
+        isa.select(name, path)
         for count in (STREAM_ALL, STREAM_NONE):
             isa.set_stream_bytes(count)
             cache = placed(shape, cache_offset, 3)
@@ -122,7 +124,7 @@ def test_every_instruction_set_writes_the_same(
             begin = cache.ctypes.data - buffer.ctypes.data
             front, back = buffer[:begin].copy(), buffer[begin + cache.size :].copy()
             kvcore.scatter_pa_kv_cache(key, cache, slots, num_threads=num_threads, **modes)
-            assert (cache == want).all(), (name, count)
+            assert (cache == want).all(), (name, path, count)
             assert (buffer[:begin] == front).all()
             assert (buffer[begin + cache.size :] == back).all()
 
@@ -132,8 +134,8 @@ def test_columns_any_number_of_bytes_apart(pad: int) -> None:
     blocks, columns, rows = 3, 5, 40
     step = rows * 32 + pad
     key = placed((rows, 1, columns * 32), 4, 1)
-    for name in isa.available():
-        isa.select(name)
+    for name, path in WAYS:
+        isa.select(name, path)
         isa.set_stream_bytes(STREAM_ALL)
         pages = placed((blocks, columns, step), 16, 2)
         want = pages.copy()
@@ -141,7 +143,7 @@ def test_columns_any_number_of_bytes_apart(pad: int) -> None:
         cache = pages[:, :, : rows * 32].reshape(blocks, columns, rows, 32)
         assert np.shares_memory(cache, pages)
         kvcore.scatter_pa_kv_cache(key, cache, np.arange(rows, 2 * rows), cache_mode="PA_NZ")
-        assert (pages == want).all(), name
+        assert (pages == want).all(), (name, path)
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

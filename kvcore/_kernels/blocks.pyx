@@ -38,6 +38,7 @@ cdef extern from *:
        x86, as a no-op at the least; the compiler takes it for newer ones only.) */
     #if defined(__GNUC__)
     #define kv_fetch(p) __builtin_prefetch((p), 0, 2)
+    #define kv_read(p) __builtin_prefetch((p), 0, 3)
     #if defined(__x86_64__)
     #define kv_claim(p) __asm__ volatile("prefetchw %0" ::"m"(*(const char *)(p)))
     #else
@@ -45,6 +46,7 @@ cdef extern from *:
     #endif
     #else
     #define kv_fetch(p) ((void)(p))
+    #define kv_read(p) ((void)(p))
     #define kv_claim(p) ((void)(p))
     #endif
     /* Asks for the lines of n bytes. */
@@ -60,17 +62,27 @@ cdef extern from *:
         for (; p < end; p += 64)
             kv_fetch(p);
     }
+    /* The same into the first-level cache, soon before they are read. */
+    static inline void kv_read_lines(const char *p, int64_t n)
+    {
+        const char *end = p + n;
+        for (p -= (uintptr_t)p & 63; p < end; p += 64)
+            kv_read(p);
+    }
     """
     void kv_fetch_lines(const char* p, int64_t n) noexcept nogil
+    void kv_read_lines(const char* p, int64_t n) noexcept nogil
     void kv_claim(const char* p) noexcept nogil
 
 cdef enum:
     LINE = 64
     STREAM_PIECE = 512     # shorter pieces are mostly lines that others share
+    PAST_PIECE = 16        # where the ends of pieces go past the cache too
     # How far ahead of the copy lines are asked for, in bytes and at most in blocks.
     READ_AHEAD_BYTES = 24576
     WRITE_AHEAD_BYTES = 4096
     AHEAD_OPS = 32
+    PAST_AHEAD_OPS = 12    # asked for into the first-level cache, so fewer
     BATCH = 32             # ops looked up at a time
     RING = 64              # a power of two, and no less than AHEAD_OPS + BATCH
     # Of a larger block the first bytes are enough: the processor follows a run by itself.
@@ -162,9 +174,11 @@ cdef inline int64_t ahead(int64_t nbytes, int64_t most_bytes, int64_t most) noex
     return 1 if n < 1 else most if n > most else n
 
 
-cdef inline void claim(const char* p, int64_t n, bint streaming) noexcept nogil:
+cdef inline void claim(const char* p, int64_t n, const kv_isa* isa) noexcept nogil:
     cdef const char* end = p + n
-    if streaming and n >= STREAM_PIECE:
+    if isa != NULL and isa.asks == 0:
+        return
+    if isa != NULL and n >= STREAM_PIECE:
         # The lines at both ends are shared with other rows and are not streamed.
         kv_claim(p)
         kv_claim(end - 1)
@@ -254,7 +268,8 @@ cdef void copy_plain_ops(
     cdef const select_job* plan = job.plan
     cdef int64_t block = plan.block
     cdef int n_lanes = job.n_lanes
-    cdef bint streaming = isa != NULL
+    cdef bint past = isa != NULL and isa.asks == 0
+    cdef int64_t least = PAST_PIECE if past else STREAM_PIECE
     cdef char* here[2]
     cdef const char* full[2]
     cdef int64_t here_step[2]
@@ -281,7 +296,7 @@ cdef void copy_plain_ops(
         total += asked[k]
     at.row = begin - 1
     at.left = at.known = 0
-    reading = ahead(total, READ_AHEAD_BYTES, AHEAD_OPS)
+    reading = ahead(total, READ_AHEAD_BYTES, PAST_AHEAD_OPS if past else AHEAD_OPS)
     writing = ahead(total, WRITE_AHEAD_BYTES, AHEAD_OPS)
     for i in range(-reading, n_ops):
         # The first rounds only ask.
@@ -291,11 +306,14 @@ cdef void copy_plain_ops(
             op = &ring[(i + reading) & (RING - 1)]
             if op.kind == READ:
                 for k in range(n_lanes):
-                    kv_fetch_lines(full[k] + op.src * full_step[k], asked[k])
+                    if past:
+                        kv_read_lines(full[k] + op.src * full_step[k], asked[k])
+                    else:
+                        kv_fetch_lines(full[k] + op.src * full_step[k], asked[k])
         if 0 <= i + writing < n_ops:
             op = &ring[(i + writing) & (RING - 1)]
             for k in range(n_lanes):
-                claim(here[k] + op.place * here_step[k], asked[k], streaming)
+                claim(here[k] + op.place * here_step[k], asked[k], isa)
         if i < 0:
             continue
         op = &ring[i & (RING - 1)]
@@ -309,7 +327,7 @@ cdef void copy_plain_ops(
             else:
                 source = here[k] + op.src * here_step[k]
                 kv_inside(job.lanes[k].here.lo, job.lanes[k].here.hi, source, n, "selection")
-            if streaming and n >= STREAM_PIECE:
+            if isa != NULL and n >= least:
                 isa.row(target, source, n)
             else:
                 kv_copy(target, source, n)

@@ -10,6 +10,7 @@
  *         two of them share are put together and streamed whole. bytes of a row: 64 at the least.
  * run:    n tokens whose rows lie side by side in each FRACTAL_NZ column of 32-byte cells, in whole
  *         lines past the cache (nz_runs.h).
+ * cells:  n tokens' cells anywhere, see kv_cells; the rows of n_later others are read soon.
  * fence:  orders streamed stores before whatever says that the work is done.
  */
 #ifndef KVCORE_ISA_H
@@ -24,14 +25,23 @@
 
 typedef struct {
     const char *name;
+    const char *path; /* what goes past the cache and how far ahead sources are asked for, below */
     void (*stream)(char *dst, const char *src, int64_t n);
     void (*row)(char *dst, const char *src, int64_t n);
     void (*copy)(char *dst, const char *src, int64_t n);
     void (*join)(char *dst, const char *const *toks, int64_t at, int64_t n, int64_t bytes);
     void (*run)(char *page, int64_t column_step, const char *const *toks, int64_t at, int64_t n,
                 int64_t n_columns); /* a token's first cell lies at toks[t] + at */
+    void (*cells)(char *const *pages, int64_t page_at, int64_t column_step, const char *const *toks,
+                  const char *const *later, int64_t at, int64_t n, int64_t n_later, int64_t n_columns);
     void (*fence)(void);
+    int32_t asks;     /* tokens ahead at which lines that rows share are asked for; 0: not at all */
+    int32_t by_token; /* whether rows are best written as tokens come, not by slot */
 } kv_isa;
+
+/* The paths.  "lines": whole lines go past the cache, the ends of rows do not.  "near": the same, with
+ * sources asked for into the first-level cache and ends that call nothing.  "all": the ends of rows go
+ * past it, too.  The last two are in past_cache.h. */
 
 /* Ask for the line to be written soon: its latency is most of what a scattered store costs.
  * (PREFETCHW is in every 64-bit x86, as a no-op at the least; the compiler takes it for newer ones.) */
@@ -68,6 +78,16 @@ static inline void kv_cells(char *const *pages, int64_t page_at, int64_t column_
                 memcpy(pages[t] + here, toks[t] + at, KV_CELL);
         }
     }
+}
+
+static void kv_plain_cells(char *const *pages, int64_t page_at, int64_t column_step,
+                           const char *const *toks, const char *const *later, int64_t at, int64_t n,
+                           int64_t n_later, int64_t n_columns)
+{
+    for (int64_t t = 0; t < n_later; t++)
+        for (int64_t line = 0; line < n_columns * KV_CELL; line += KV_LINE)
+            kv_will_read(later[t] + at + line);
+    kv_cells(pages, page_at, column_step, toks, at, n, n_columns);
 }
 
 /* Order tokens by slot, stable; tokens with a negative slot are left out.  order and spare: n
@@ -134,6 +154,8 @@ static inline int64_t kv_head(const char *dst, int64_t n)
 /* How far ahead of a streaming copy its source is asked for, into the second-level cache: the
  * processor's own prefetcher stops at a page. */
 #define KV_SOURCE_AHEAD 4096
+/* The same into the first-level cache, for CPUs where that is faster. */
+#define KV_SOURCE_NEAR 8192
 
 static void kv_sse_fence(void) { _mm_sfence(); }
 
@@ -261,29 +283,43 @@ KV_JOIN(kv_neon_join, kv_neon_stream)
 #endif
 
 #include "nz_runs.h"
+#include "past_cache.h"
 
-/* Best first; the portable set is always last. */
+/* Sets best first, the portable one last; of each set the path "lines" first. */
 static const kv_isa kv_isas[] = {
 #ifdef KV_X86
-    {"avx512", kv_avx512_stream, kv_avx512_row, kv_avx512_copy, kv_avx512_join, kv_avx512_run,
-     kv_sse_fence},
-    {"avx2", kv_avx2_stream, kv_avx2_row, kv_plain_stream, kv_avx2_join, kv_avx2_run, kv_sse_fence},
+    {"avx512", "lines", kv_avx512_stream, kv_avx512_row, kv_avx512_copy, kv_avx512_join, kv_avx512_run,
+     kv_plain_cells, kv_sse_fence, 2, 0},
+#ifdef KV_PAST_CACHE
+    {"avx512", "near", kv_avx512_near, kv_avx512_near_row, kv_avx512_copy, kv_avx512_join, kv_avx512_run,
+     kv_plain_cells, kv_sse_fence, 6, 0},
+    {"avx512", "all", kv_avx512_past, kv_avx512_past_row, kv_avx512_past_copy, kv_avx512_past_join,
+     kv_past_run, kv_past_cells, kv_sse_fence, 0, 1},
+#endif
+    {"avx2", "lines", kv_avx2_stream, kv_avx2_row, kv_plain_stream, kv_avx2_join, kv_avx2_run,
+     kv_plain_cells, kv_sse_fence, 2, 0},
+#ifdef KV_PAST_CACHE
+    {"avx2", "near", kv_avx2_near, kv_avx2_near_row, kv_plain_stream, kv_avx2_join, kv_avx2_run,
+     kv_plain_cells, kv_sse_fence, 6, 0},
+    {"avx2", "all", kv_avx2_past, kv_avx2_past_row, kv_plain_stream, kv_avx2_past_join, kv_past_run,
+     kv_past_cells, kv_sse_fence, 0, 1},
+#endif
 #endif
 #ifdef KV_ARM
-    {"neon", kv_neon_stream, kv_neon_stream, kv_plain_stream, kv_neon_join, kv_neon_run,
-     kv_neon_fence},
+    {"neon", "lines", kv_neon_stream, kv_neon_stream, kv_plain_stream, kv_neon_join, kv_neon_run,
+     kv_plain_cells, kv_neon_fence, 2, 0},
 #endif
-    {"portable", kv_plain_stream, kv_plain_stream, kv_plain_stream, kv_plain_join, kv_plain_run,
-     kv_plain_fence},
+    {"portable", "lines", kv_plain_stream, kv_plain_stream, kv_plain_stream, kv_plain_join,
+     kv_plain_run, kv_plain_cells, kv_plain_fence, 2, 0},
 };
 #define KV_N_ISAS ((int)(sizeof(kv_isas) / sizeof(kv_isas[0])))
 
 static int kv_isa_runs(int i)
 {
 #ifdef KV_X86
-    if (i == 0)
+    if (!strcmp(kv_isas[i].name, "avx512"))
         return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx2");
-    if (i == 1)
+    if (!strcmp(kv_isas[i].name, "avx2"))
         return __builtin_cpu_supports("avx2");
 #endif
     (void)i;

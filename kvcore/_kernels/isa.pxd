@@ -4,6 +4,7 @@ from libc.stdint cimport int32_t, int64_t
 cdef extern from "isa.h" nogil:
     ctypedef struct kv_isa:
         const char* name
+        const char* path
         void (*stream)(char* dst, const char* src, int64_t n) noexcept nogil
         void (*row)(char* dst, const char* src, int64_t n) noexcept nogil
         void (*copy)(char* dst, const char* src, int64_t n) noexcept nogil
@@ -14,7 +15,13 @@ cdef extern from "isa.h" nogil:
             char* page, int64_t column_step, const char** toks, int64_t at, int64_t n,
             int64_t n_columns
         ) noexcept nogil
+        void (*cells)(
+            char** pages, int64_t page_at, int64_t column_step, const char** toks,
+            const char** later, int64_t at, int64_t n, int64_t n_later, int64_t n_columns
+        ) noexcept nogil
         void (*fence)() noexcept nogil
+        int asks
+        bint by_token
 
     void kv_will_write(const char* p)
     void kv_will_read(const char* p)

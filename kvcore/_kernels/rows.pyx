@@ -35,10 +35,6 @@ cdef enum:
 cdef enum:
     JOINED = 16
 
-# Tokens between asking for a line and writing to it.
-cdef enum:
-    AHEAD = 2
-
 # What several threads take at a time: a thread that loses its core holds no more than this.
 cdef enum:
     PIECE_BYTES = 262144
@@ -118,6 +114,7 @@ cdef inline bint asks(const kv_lane* lane, bint gather, const kv_isa* isa) noexc
     # Whole lines only, or pieces too short to stream: nothing to ask for.
     return (
         isa != NULL
+        and isa.asks > 0
         and not gather
         and lane.bytes >= STREAM_PIECE
         and (<size_t>lane.page | lane.bytes | lane.row_stride) & 63 != 0
@@ -157,9 +154,9 @@ cdef void copy_whole(
                 limit = i + lanes.block_size - slot % lanes.block_size
             while j < limit and slots[j] == slot + (j - i):
                 j += 1
-        if asking and j + AHEAD - 1 < end and slots[j + AHEAD - 1] >= 0:
+        if asking and j + isa.asks - 1 < end and slots[j + isa.asks - 1] >= 0:
             for k in range(n_lanes):
-                ask(kv_page(&lanes[k], slots[j + AHEAD - 1]), lanes[k].bytes)
+                ask(kv_page(&lanes[k], slots[j + isa.asks - 1]), lanes[k].bytes)
         for k in range(n_lanes):
             move(
                 &lanes[k], kv_tok(&lanes[k], i), kv_page(&lanes[k], slot),
@@ -187,11 +184,12 @@ ctypedef struct joined_t:
     const char* toks[JOINED]
 
 
-cdef inline bint joins(const kv_lane* lane) noexcept nogil:
+cdef inline bint joins(const kv_lane* lane, const kv_isa* isa) noexcept nogil:
     # NHSD: the pieces of neighbouring slots lie one behind the other, and share a line unless they
     # begin and end on one.
     return (
-        lane.levels == 1
+        not isa.by_token
+        and lane.levels == 1
         and not lane.tiled
         and lane.bytes >= STREAM_PIECE
         and lane.row_stride == lane.bytes
@@ -262,7 +260,7 @@ cdef void copy_tokens(
         copy_whole(lane, 1, slots, begin, end, gather, isa)
     elif lane.tiled and not gather:
         copy_tiles(lane, slots, NULL, begin, end, isa)
-    elif isa != NULL and not gather and joins(lane):
+    elif isa != NULL and not gather and joins(lane, isa):
         copy_joined(lane, slots, NULL, begin, end, isa)
     else:
         asking = asks(lane, gather, isa)
@@ -288,7 +286,7 @@ cdef void copy_ordered(const rows_job* job, int64_t begin, int64_t end) noexcept
     for lane in range(job.n_lanes):
         if job.lanes[lane].tiled:
             copy_tiles(&job.lanes[lane], slots, order, begin, end, job.isa)
-        elif joins(&job.lanes[lane]):
+        elif joins(&job.lanes[lane], job.isa):
             copy_joined(&job.lanes[lane], slots, order, begin, end, job.isa)
         else:
             for i in range(begin, end):
@@ -334,10 +332,12 @@ cdef int32_t* order_for(rows_job* job) noexcept nogil:
     cdef int32_t* order
     cdef int lane
     cdef bint shared = False
+    if job.gather or job.isa == NULL or job.n_tokens > INT32_LIMIT:
+        return NULL
     for lane in range(job.n_lanes):
-        if job.lanes[lane].tiled or joins(&job.lanes[lane]):
+        if job.lanes[lane].tiled or joins(&job.lanes[lane], job.isa):
             shared = True
-    if not shared or job.gather or job.isa == NULL or job.n_tokens > INT32_LIMIT:
+    if not shared:
         return NULL
     if strictly_increasing(job.slots, job.n_tokens):
         return NULL

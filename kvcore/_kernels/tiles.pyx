@@ -21,8 +21,10 @@ cdef enum:
 
 ctypedef struct window_t:
     int64_t n
+    int64_t n_later
     char* pages[WINDOW]
     const char* toks[WINDOW]
+    const char* later[WINDOW]  # of the window after this one
 
 
 cdef inline void check_token(const kv_lane* lane, const char* tok, const char* page) noexcept nogil:
@@ -41,21 +43,23 @@ cdef inline void check_token(const kv_lane* lane, const char* tok, const char* p
     kv_inside(lane.page_lo, lane.page_hi, page, CELL, "cache")
 
 
-cdef void flush(const kv_lane* lane, window_t* window) noexcept nogil:
+cdef void flush(const kv_lane* lane, window_t* window, const kv_isa* isa) noexcept nogil:
     cdef int last = lane.levels - 1
-    cdef int64_t head
+    cdef int64_t head, page_at, at
     cdef int64_t heads = lane.n[0] if last else 1
     for head in range(heads):
-        kv_cells(
-            window.pages,
-            head * lane.page_step[0] if last else 0,
-            lane.page_step[last],
-            window.toks,
-            head * lane.tok_step[0] if last else 0,
-            window.n,
-            lane.n[last],
-        )
-    window.n = 0
+        page_at = head * lane.page_step[0] if last else 0
+        at = head * lane.tok_step[0] if last else 0
+        if isa == NULL:
+            kv_cells(
+                window.pages, page_at, lane.page_step[last], window.toks, at, window.n, lane.n[last]
+            )
+        else:
+            isa.cells(
+                window.pages, page_at, lane.page_step[last], window.toks, window.later, at,
+                window.n, window.n_later, lane.n[last],
+            )
+    window.n = window.n_later = 0
 
 
 cdef void write_run(
@@ -84,7 +88,7 @@ cdef void copy_tiles(
     cdef const char* toks[LONGEST_RUN]
     cdef const char* tok
     cdef int64_t p = begin, slot, i, n, limit, line
-    window.n = 0
+    window.n = window.n_later = 0
     while p < end:
         i = order[p] if order != NULL else p
         slot = slots[i]
@@ -107,17 +111,23 @@ cdef void copy_tiles(
         p += n
         if isa != NULL and n >= SHORTEST_RUN and lane.row_stride == CELL:
             # What waits in the window may hold an earlier token of the same slot.
-            flush(lane, &window)
+            flush(lane, &window, isa)
             write_run(lane, kv_page(lane, slot), toks, n, isa)
             continue
         for i in range(n):
             window.toks[window.n] = toks[i]
             window.pages[window.n] = kv_page(lane, slot + i)
             window.n += 1
-            if window.n == WINDOW:
-                flush(lane, &window)
+            tok = NULL
             if order != NULL and p + WINDOW < end:
                 tok = kv_tok(lane, order[p + WINDOW - n + i])
+                if isa.by_token:
+                    window.later[window.n_later] = tok
+                    window.n_later += 1
+                    tok = NULL
+            if window.n == WINDOW:
+                flush(lane, &window, isa)
+            if tok != NULL:
                 for line in range(0, lane.token_bytes, 64):
                     kv_will_read(tok + line)
-    flush(lane, &window)
+    flush(lane, &window, isa)

@@ -8,6 +8,6 @@ so that whatever else the machine does hits all of them alike, and medians are c
 
 from kvcore.benchmarks import history
 from kvcore.benchmarks.cases import CASES, Case
-from kvcore.benchmarks.runner import Measurement, measure
+from kvcore.benchmarks.runner import Measurement, explain, measure
 
-__all__ = ["CASES", "Case", "Measurement", "history", "measure"]
+__all__ = ["CASES", "Case", "Measurement", "explain", "history", "measure"]

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
+from kvcore._kernels import isa, parallel
 from kvcore.benchmarks.cases import Case
+from kvcore.isa import apply_row
 
-__all__ = ["Measurement", "measure"]
+__all__ = ["Measurement", "explain", "measure"]
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,35 @@ def _calls_for(function: Callable[[], Any], nanoseconds: float) -> int:
         calls *= 2 if took <= 0 else max(2, min(10, int(nanoseconds / took) + 1))
 
 
-def measure(case: Case, seconds: float = 2.0) -> Measurement:
-    """Run a case's functions in turn for about that long and take each one's median."""
-    functions = case.build()
-    for function in functions.values():
+def explain(nbytes: int) -> str:
+    """The way that a call takes which writes so many bytes: path and borders, in words."""
+    stream, several = isa.stream_bytes(), parallel.parallel_bytes()
+    past = nbytes >= stream
+    way = f'past the cache, path "{isa.path()}"' if past else "ordinary stores"
+    return (
+        f"{isa.current()}, {way} ({nbytes:,} bytes, the border is {stream:,}); "
+        f"{'may use' if nbytes >= several else 'stays below'} a second thread ({several:,})"
+    )
+
+
+def measure(case: Case, seconds: float = 2.0, rows: Sequence[str] = ()) -> Measurement:
+    """Run a case's functions in turn for about that long and take each one's median.
+
+    rows: names of ``kvcore.cpus``: kvcore's function is run under each in turn, as "kvcore" under
+    the last and as "row NAME" under the others, so that a ratio is the last row's time over theirs.
+    The last row is in force afterwards.  Raises ParamInvalidError for a name that no row has.
+    """
+    functions = dict(case.build())
+    under: dict[str, str] = {}
+    if rows:
+        under = {f"row {name}": name for name in rows[:-1]} | {"kvcore": rows[-1]}
+        functions = dict.fromkeys(under, functions["kvcore"]) | functions
+    calls = {}
+    for name, function in functions.items():
+        if name in under:
+            apply_row(under[name])
         function()
-    calls = {name: _calls_for(function, 100_000) for name, function in functions.items()}
+        calls[name] = _calls_for(function, 100_000)
     samples: dict[str, list[float]] = {name: [] for name in functions}
     begin = perf_counter_ns()
     rounds = 0
@@ -70,6 +95,9 @@ def measure(case: Case, seconds: float = 2.0) -> Measurement:
         rounds += 1
         for name, function in functions.items():
             count = calls[name]
+            if name in under:
+                apply_row(under[name])
+                function()  # what the row before left in the caches is not this row's
             start = perf_counter_ns()
             for _ in range(count):
                 function()

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from kvcore import cpus
 from kvcore.benchmarks import CASES, Measurement, history
 from kvcore.cli import main
+from kvcore.isa import apply_row
 
 QUICK = ["bench", "norm-1", "--seconds", "0.01"]
 
@@ -30,6 +32,33 @@ def test_json_has_medians_and_ratios(capsys: pytest.CaptureFixture[str]) -> None
     assert case["ratios"]["copyto"] == pytest.approx(
         case["nanoseconds"]["kvcore"] / case["nanoseconds"]["copyto"]
     )
+
+
+def test_two_rows_of_the_table_of_cpus(capsys: pytest.CaptureFixture[str]) -> None:
+    before = cpus.chosen()
+    try:
+        assert main([*QUICK, "--rows", "zen3,generic", "--json"]) == 0
+        assert cpus.chosen().row.name == "generic"
+    finally:
+        apply_row(before.row.name)
+    (case,) = json.loads(capsys.readouterr().out)
+    assert list(case["nanoseconds"])[:2] == ["row zen3", "kvcore"]
+    assert case["ratios"]["row zen3"] == pytest.approx(
+        case["nanoseconds"]["kvcore"] / case["nanoseconds"]["row zen3"]
+    )
+
+
+@pytest.mark.parametrize("rows", ["zen3", "", "zen3,zen9", "zen3,zen3", "zen3,", ",zen3,intel"])
+def test_rows_that_are_none(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--rows", rows]) == 2
+    assert "--rows: expected two or more of intel, zen3" in capsys.readouterr().err
+
+
+def test_it_explains_the_path(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--explain"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "ordinary stores (4,096 bytes, the border is" in printed
+    assert "stays below a second thread" in printed
 
 
 def test_history_grows_and_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +152,8 @@ def test_pytest_finds_the_benchmarks_in_their_folder(request: pytest.FixtureRequ
 def test_what_was_measured_before_an_interrupt_is_printed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(case: Any, seconds: float) -> Measurement:
+    def measure(case: Any, seconds: float, rows: list[str]) -> Measurement:
+        assert not rows
         signal.raise_signal(signal.SIGINT)
         return Measurement(case.name, "", 1, {"kvcore": 1.0, "copyto": 2.0})
 

@@ -34,10 +34,10 @@ FLOAT_TYPES = [name for name in MEAN_TYPES if name in FLOATS]
 @pytest.fixture(params=isa.available())
 def each_isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test once for each instruction set."""
-    before = isa.current()
-    isa.select(request.param)
+    before = isa.current(), isa.path()
+    isa.select(request.param, before[1])
     yield request.param
-    isa.select(before)
+    isa.select(*before)
 
 
 @pytest.fixture

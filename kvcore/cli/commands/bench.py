@@ -46,13 +46,23 @@ def register(subparsers: Subparsers[Parser]) -> None:
     parser.add_argument(
         "--compare", type=Path, metavar="FILE", help="show the change against the file's last run"
     )
+    parser.add_argument(
+        "--rows",
+        metavar="OLD,NEW",
+        help="run kvcore under these rows of its table of CPUs in turn; the ratio to a row is the "
+        "last one's time over it (rows: kvcore info, docs/performance.md)",
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="say which path and border each case takes"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(namespace: argparse.Namespace) -> int:
     """Measure and print; Ctrl-C ends it behind a case, and what was measured is printed."""
-    from kvcore.benchmarks import CASES, history, measure
+    from kvcore import cpus
+    from kvcore.benchmarks import CASES, explain, history, measure
     from kvcore.cli.interrupt import Interrupt
     from kvcore.errors import fail
 
@@ -64,6 +74,11 @@ def run(namespace: argparse.Namespace) -> int:
     for name in names:
         if name not in CASES:
             fail("CASE", f"one of {', '.join(CASES)}", repr(name))
+    rows = namespace.rows.split(",") if namespace.rows is not None else []
+    known = [row.name for row in cpus.ROWS]
+    for row in rows:
+        if row not in known or len(rows) < 2 or len(set(rows)) < len(rows):
+            fail("--rows", f"two or more of {', '.join(known)}, each once", repr(namespace.rows))
     refuse_unwritable(namespace.save)
     if namespace.save:
         history.refuse_others(namespace.save)
@@ -71,13 +86,16 @@ def run(namespace: argparse.Namespace) -> int:
     measured = []
     with Interrupt() as interrupt:
         for name in _progress(names, quiet=namespace.json):
-            measured.append(measure(CASES[name], namespace.seconds))
+            measured.append(measure(CASES[name], namespace.seconds, rows))
             if interrupt.is_set():
                 break
     if namespace.json:
         say(json.dumps([one.to_json() for one in measured], indent=2), lines=True)
     else:
         _print(measured, before)
+        if namespace.explain:
+            for one in measured:
+                say(f"{one.name}: {explain(one.nbytes)}")
     if len(measured) < len(names):
         tell("kvcore bench: interrupted, what is done is above; nothing is saved")
         return status.INTERRUPTED
