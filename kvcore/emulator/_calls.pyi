@@ -46,6 +46,7 @@ class Kernel:
     plain: bool
     random: bool
     by_value: bool
+    compiled: bool
     def __init__(self, name: str) -> None: ...
     def prepare(self) -> None: ...
     def learn(

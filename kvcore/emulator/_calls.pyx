@@ -275,6 +275,7 @@ cdef class Kernel:
     returns:   of each return value the argument that it is, None if it is new.
     single, plain: there is one return value; and that is one new tensor.
     random:    it draws from a generator.
+    compiled:  what runs in its place runs no code of Python's.
     by_value:  it has no tensors among its arguments, and every number decides how outputs look.
     """
 
@@ -282,7 +283,7 @@ cdef class Kernel:
     cdef public object run
     cdef public list names, returns
     cdef public set written
-    cdef public bint single, plain, random, by_value
+    cdef public bint single, plain, random, by_value, compiled
     cdef dict signatures, labels
     cdef str backward
     cdef int given      # the argument that is the one return value, -1
@@ -515,7 +516,8 @@ cdef class Kernel:
             if capturing() or updating(stream):
                 text = self.text(args, kwargs).encode()
                 chars = text
-            launch(stream, name, task, touches.at, touches.count, chars)
+            launch(stream, name, task, touches.at, touches.count, chars,
+                   self.compiled and task.spans is None)
         except StreamError as error:
             raise RuntimeError(str(error)) from None
         finally:

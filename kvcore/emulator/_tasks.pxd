@@ -15,6 +15,6 @@ cdef class Task:
 
 
 cdef int launch(uintptr_t stream, Name name, Task task, const uint64_t* touches, size_t count,
-                const char* text) except -1
+                const char* text, bint for_waiters) except -1
 cdef bint updating(uintptr_t stream) noexcept
 cdef bint watched() noexcept

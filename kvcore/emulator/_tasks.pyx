@@ -18,11 +18,13 @@ from kvcore.errors import StreamError
 ctypedef int (*run_function)(void* task, bint kept) noexcept
 ctypedef int (*launch_function)(void* stream, const char* symbol, run_function function, void* task,
                                 uint64_t id, const uint64_t* touches, size_t count,
-                                const char* text) noexcept
+                                const char* text, bint for_waiters) noexcept
 ctypedef const char* (*intern_function)(const char* text) noexcept
 ctypedef size_t (*dropped_function)(void** tasks, size_t room) noexcept
 ctypedef void (*failed_function)(const char* text) noexcept
 ctypedef bint (*updates_function)(void* stream) noexcept
+ctypedef bint (*plain_function)() noexcept
+ctypedef void (*plain_setter)(plain_function function) noexcept
 
 cdef enum:
     FAULT = 507015      # what a failed task leaves on its stream: a fault inside an AI core
@@ -37,6 +39,9 @@ cdef size_t* num_dropped = NULL
 # How many updates of captured tasks are open; mostly none, and no stream need be asked about.
 cdef size_t* num_updates = NULL
 cdef object failure = None
+# Torch's state of a thread: the kinds of kernel it leaves out and takes in, and modes of functions.
+cdef object excluded, included, function_modes
+cdef object plain_excluded, plain_included
 # The reader of the journal, which wants to know what late tasks use; None with check="off".
 cdef object races = None
 cdef bint gone = False
@@ -73,6 +78,31 @@ def held():
     """How many tasks the machine holds: queued, or captured by graphs that are there."""
     forget_dropped()
     return num_held
+
+
+def bind_state(uintptr_t setter, left_out, taken_in, modes):
+    """Say how torch's state of a thread is asked; this thread's is that of any new one.
+
+    setter: kvdouble_plain, by address.
+    """
+    global excluded, included, function_modes, plain_excluded, plain_included
+    excluded = left_out
+    included = taken_in
+    function_modes = modes
+    plain_excluded = left_out()
+    plain_included = taken_in()
+    (<plain_setter>setter)(is_plain)
+
+
+cdef bint is_plain() noexcept with gil:
+    """Whether a kernel of torch's does on this thread what it does on a stream's: no modes, no
+    autocast, no transforms, and not within another operator's kernel.
+    """
+    try:
+        return (not function_modes() and excluded() == plain_excluded
+                and included() == plain_included)
+    except BaseException:  # none that could be raised: the stream's thread does it then
+        return False
 
 
 cdef bint watched() noexcept:
@@ -153,13 +183,14 @@ cdef bint updating(uintptr_t stream) noexcept:
 
 
 cdef int launch(uintptr_t stream, Name name, Task task, const uint64_t* touches, size_t count,
-                const char* text) except -1:
+                const char* text, bint for_waiters) except -1:
     """Queue a task on a stream of the thread's current device.
 
     touches: three numbers each: a device address, bytes from there, and flags: 1 if they are
              written; 2 if it is some of these bytes, and ``used`` says which.
     text:    if a graph captures it: the operator with shapes and types, which an update does not
              change; NULL: its name.
+    for_waiters: a thread that waits for it may run it: it runs no code of Python's.
     Raises StreamError with the machine's words when it refuses.
     """
     global last_number, num_held
@@ -176,7 +207,7 @@ cdef int launch(uintptr_t stream, Name name, Task task, const uint64_t* touches,
     num_held += 1
     Py_INCREF(task)  # the machine's from here on, also where it refuses
     code = machine_launch(<void*>stream, name.symbol, run, <void*>task, task.number, touches, count,
-                          text)
+                          text, for_waiters)
     if code:
         words = failure(code)
         forget_dropped()
@@ -194,6 +225,6 @@ def queue(uintptr_t stream, Name name, function, numbers):
     cdef uint64_t[:] touches
     task.function = function
     if not numbers:
-        return launch(stream, name, task, NULL, 0, NULL)
+        return launch(stream, name, task, NULL, 0, NULL, False)
     touches = numbers
-    launch(stream, name, task, &touches[0], len(numbers) // 3, NULL)
+    launch(stream, name, task, &touches[0], len(numbers) // 3, NULL, False)

@@ -15,12 +15,19 @@ what else is torch_npu's own stay as they are (operators.py has the table).
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Callable, Collection
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 import torch_npu  # type: ignore[import-not-found,unused-ignore]
+from torch._C import (
+    _dispatch_tls_local_exclude_set,
+    _dispatch_tls_local_include_set,
+    _len_torch_function_stack,
+)
 from torch_npu._C import (  # type: ignore[import-not-found,unused-ignore]
     _npu_getCurrentRawStream,
     _npu_getDevice,
@@ -54,6 +61,7 @@ def install() -> None:
     if _libraries:
         return
     tasks.prepare()
+    _say_what_is_plain()
     _views = Views()
     _calls.bind(
         {
@@ -79,6 +87,22 @@ def install() -> None:
         kernel = kernels[f"npu::{name}"] = Kernel("npu", name, overload, special)
         own.impl(name, kernel, "PrivateUse1")
     _libraries.extend((aten, own))
+
+
+def _say_what_is_plain() -> None:
+    """Have threads that wait run kernels themselves where torch's state is that of a new thread."""
+
+    def ask() -> None:
+        _tasks.bind_state(
+            machine.load().address("kvdouble_plain"),
+            _dispatch_tls_local_exclude_set,
+            _dispatch_tls_local_include_set,
+            _len_torch_function_stack,
+        )
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
 
 
 def pass_on() -> None:
@@ -140,6 +164,7 @@ class Kernel(_calls.Kernel):
         )
         run = self.special.run if self.special else self.seeded or overload
         self.run: Any = getattr(run, "_op", run)  # without OpOverload's own frame of Python
+        self.compiled: bool = isinstance(self.run, BuiltinFunctionType)
 
     def _source(self, ret: Any) -> str | None:
         """The argument that a return value is, None if it is new."""

@@ -106,6 +106,7 @@ static int later(void *stream, struct pieces *all, struct task *t, bool pageable
     int code = 0;
     t->data = all;
     t->release = free_pieces;
+    t->runs = BY_WAITERS;
     struct stream *s = kvd_stream(stream, &code);
     if (s && pageable && s->capture)  // 1.8
         code = violate(RT_PARAM_INVALID, "1.8", "pageable memory on a captured stream");

@@ -287,6 +287,7 @@ static int synchronize(void *event, int32_t timeout_ms) {
     r->refs++;
     struct timespec at;
     if (timeout_ms >= 0) kvd_deadline(&at, timeout_ms);
+    if (!r->done && r->stream && timeout_ms < 0) kvd_help(r->stream, r->position);
     if (!r->done && r->stream) kvd_allow(r->stream, r->position);
     while (!r->done && !code) {
         if (!kvd_wait_for_streams(timeout_ms < 0 ? NULL : &at) && !r->done)

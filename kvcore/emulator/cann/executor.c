@@ -276,6 +276,7 @@ static int start(struct executor *e, void *workspace, uint64_t size, const void 
     if (!s) return code;
     if (kvd_forced()) return kvd_forced();
     struct task *t = kvd_new_task(run);
+    t->runs = BY_WAITERS;
     struct launch *l = calloc(1, sizeof *l);
     if (!l) abort();
     t->data = l;

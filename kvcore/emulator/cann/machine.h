@@ -154,6 +154,9 @@ void kvd_remap_memory(void);  // in a forked child: the ranges, without anybody'
 void kvd_let_python(void);    // gives the GIL back, if this thread holds it
 void kvd_take_python(void);   // takes back what was given; without the machine's lock
 void kvd_leave_python(void);  // at the end of a stream's thread
+// Whether this thread, which waits, may run tasks of Python's meanwhile.  Without the machine's lock.
+bool kvd_may_run_python(void);
+void *kvd_swap_python(void *state);  // what kvd_take_python takes back; returns what it was
 // Starts Python's part of the machine in a child process in which torch has not (aclInit calls it).
 void kvd_complete_machine(void);
 
@@ -193,6 +196,7 @@ struct task {
     uint64_t position;
     uint64_t number, line, id;  // for the journal: this launch, the line of Python, its function
     bool late;                  // what of its touches it uses is known when it has run
+    enum { BY_ITS_STREAM, BY_WAITERS, BY_PYTHON_WAITERS } runs;  // who may run it; see stream.c
     int refs;
     bool replaying;  // as a node of a graph
     bool replaced;   // meanwhile; the replay drops it
@@ -225,6 +229,7 @@ struct stream {
     char *error_text;  // of the task that failed, if it said anything
     bool stop_on_error, aborting, closing, started, subscribed, used_host_func, used_callback;
     bool blocked;  // its thread waits for an event or to be allowed on
+    bool busy;     // somebody runs its first task
     pthread_t thread, report_thread;
     uint32_t priority, flags;
     struct graph *capture;
@@ -251,7 +256,10 @@ void kvd_count(struct task *task, int by);  // it is in flight, or no longer
 void kvd_allow(struct stream *stream, uint64_t position);
 // Waits; timeout_ms < 0: for ever.  False: time is over.
 bool kvd_drain(struct stream *stream, uint64_t position, int64_t timeout_ms);
-bool kvd_aborting(void);  // of a task: its stream drops its work
+bool kvd_in_stream(void);  // this is a stream's thread
+bool kvd_aborting(void);   // of a task: its stream drops its work
+// Who waits runs tasks of the stream up to the position by itself, as far as it may.
+void kvd_help(struct stream *stream, uint64_t position);
 // Of a wait that a stream's thread is about to pause for (NULL: it goes on): false once it is given up.
 bool kvd_pause(const struct task *task);
 void kvd_close_stream(struct stream *stream, bool drop_work);

@@ -5,8 +5,9 @@
 // Its lock (the GIL) and the machine's are never waited for in a circle, by three rules:
 // a call that waits gives the GIL back first, if its thread holds it (kvd_let_python), and takes it
 // again when it has left the machine's lock (kvd_take_python); a task of Python's runs on a stream's
-// thread, which holds no lock of the machine then; and a thread that waits for a mutex inside
-// torch_npu, whose owner may wait for such a task, gives the GIL back meanwhile (kvdouble_patch).
+// thread, or on one that waits for it and holds no mutex of torch_npu's (kvd_may_run_python), which
+// holds no lock of the machine then; and a thread that waits for a mutex inside torch_npu, whose owner
+// may wait for such a task, gives the GIL back meanwhile (kvdouble_patch).
 #include "machine.h"
 
 #include <dlfcn.h>
@@ -26,6 +27,7 @@ static struct {
     void (*restore)(void *);
     int (*ensure)(void);
     void (*release)(int);
+    void *(*own)(void);
 } python;
 static pthread_once_t looked = PTHREAD_ONCE_INIT;
 static bool gone;  // the interpreter ends: no task of Python's may begin
@@ -41,6 +43,7 @@ static void look(void) {
     *(void **)&python.restore = find("PyEval_RestoreThread");
     *(void **)&python.ensure = find("PyGILState_Ensure");
     *(void **)&python.release = find("PyGILState_Release");
+    *(void **)&python.own = find("PyGILState_GetThisThreadState");
 }
 
 static bool holds(void) {
@@ -57,6 +60,12 @@ void kvd_take_python(void) {
     if (!state) return;
     saved = NULL;
     python.restore(state);
+}
+
+void *kvd_swap_python(void *state) {
+    void *before = saved;
+    saved = state;
+    return before;
 }
 
 // torch starts the machine in a child process (entry points of torch.backends), unless it was told to
@@ -113,7 +122,7 @@ static _Thread_local void *own_state;
 static int run(struct task *t) {
     struct python_task *p = t->data;
     if (__atomic_load_n(&gone, __ATOMIC_ACQUIRE)) return OK;
-    if (!own_state && python.ensure) {
+    if (!own_state && python.ensure && kvd_in_stream()) {
         python.ensure();
         own_state = python.save();
     }
@@ -149,10 +158,11 @@ const char *kvdouble_intern(const char *text) {
 // symbol: of kvdouble_intern.  function: runs the object; kept: it will be run again, or given back,
 // and otherwise Python lets go of it.  An object that is refused is given back too.  id: for the
 // journal.  touches: three numbers each, an address, a size and flags (RANGE_WRITE, RANGE_SPAN).
-// text: the operator with shapes and types, which an update may not change; or NULL.
+// text: the operator with shapes and types, which an update may not change; or NULL.  for_waiters: a
+// thread that waits for it may run it, for it runs no code of Python's.
 int kvdouble_launch(void *stream, const char *symbol, int (*function)(void *object, bool kept),
                     void *object, uint64_t id, const uint64_t *touches, size_t count,
-                    const char *text) {
+                    const char *text, bool for_waiters) {
     int code = enter(symbol, RUNTIME, "%p, %llu", stream, (unsigned long long)id);
     struct stream *s = code ? NULL : kvd_stream(stream, &code);
     if (!s) {
@@ -168,6 +178,7 @@ int kvdouble_launch(void *stream, const char *symbol, int (*function)(void *obje
     t->data = p;
     t->release = drop;
     t->describe = describe;
+    t->runs = for_waiters ? BY_PYTHON_WAITERS : BY_ITS_STREAM;
     t->id = id;
     kvd_room_for_touches(t, count);
     for (size_t i = 0; i < count && !code; i++) {
@@ -197,15 +208,49 @@ size_t kvdouble_dropped(void **objects, size_t room) {
 void kvdouble_python_gone(void) { __atomic_store_n(&gone, true, __ATOMIC_RELEASE); }
 
 // -- calls inside torch_npu -------------------------------------------------------------------------
-// Two functions that libtorch_npu.so calls are bound anew in the process, its file stays as it is.
+// Some functions that libtorch_npu.so calls are bound anew in the process, its file stays as it is.
+
+static _Thread_local int locked;  // mutexes of torch_npu's that this thread holds
+
+static int counted(int code) {
+    if (!code) locked++;
+    return code;
+}
 
 static int give_and_lock(pthread_mutex_t *mutex) {
     int code = pthread_mutex_trylock(mutex);
-    if (code != EBUSY || !holds()) return code == EBUSY ? pthread_mutex_lock(mutex) : code;
+    if (code != EBUSY || !holds()) return counted(code == EBUSY ? pthread_mutex_lock(mutex) : code);
     void *state = python.save();
     code = pthread_mutex_lock(mutex);
     python.restore(state);
-    return code;
+    return counted(code);
+}
+
+static int try_lock(pthread_mutex_t *mutex) { return counted(pthread_mutex_trylock(mutex)); }
+
+static int unlock(pthread_mutex_t *mutex) {
+    if (locked) locked--;
+    return pthread_mutex_unlock(mutex);
+}
+
+static int read_lock(pthread_rwlock_t *lock) { return counted(pthread_rwlock_rdlock(lock)); }
+static int write_lock(pthread_rwlock_t *lock) { return counted(pthread_rwlock_wrlock(lock)); }
+
+static int unlock_either(pthread_rwlock_t *lock) {
+    if (locked) locked--;
+    return pthread_rwlock_unlock(lock);
+}
+
+// Set by Python: whether a kernel of torch's does on this thread what it does on a stream's.  What the
+// collector frees meanwhile may take a mutex of torch_npu's, so this thread must hold none.
+static bool (*plain)(void);
+
+void kvdouble_plain(bool (*function)(void)) { plain = function; }
+
+bool kvd_may_run_python(void) {
+    pthread_once(&looked, look);
+    return plain && !locked && !__atomic_load_n(&gone, __ATOMIC_ACQUIRE) && python.own &&
+           python.own() && plain();
 }
 
 // std::thread::join of a thread that stayed behind in the process that forked.
@@ -221,6 +266,11 @@ static const struct {
     void *function;
 } anew[] = {
     {"pthread_mutex_lock", give_and_lock},
+    {"pthread_mutex_trylock", try_lock},
+    {"pthread_mutex_unlock", unlock},
+    {"pthread_rwlock_rdlock", read_lock},
+    {"pthread_rwlock_wrlock", write_lock},
+    {"pthread_rwlock_unlock", unlock_either},
     {"_ZNSt6thread4joinEv", join},
 };
 

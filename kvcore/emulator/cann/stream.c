@@ -6,6 +6,9 @@
 // For programs (kvdouble_patience) a clock lets streams on as well, one to two ticks after a launch,
 // so that work goes on by itself; a launch still wakes nobody, which is what makes it cheap, and
 // tasks of Python's do not fight with the program for the interpreter while it launches more.
+//
+// For programs, too, whoever waits for a stream runs its tasks by itself while the stream's thread does
+// nothing (kvd_help): two switches between threads take longer than a small task.
 #include "machine.h"
 
 #include <stdlib.h>
@@ -170,6 +173,8 @@ void kvd_fault_text(const char *text) {
 
 static _Thread_local struct stream *working;
 
+bool kvd_in_stream(void) { return working != NULL; }
+
 bool kvd_aborting(void) { return working && working->aborting; }
 
 bool kvd_pause(const struct task *task) {
@@ -177,12 +182,51 @@ bool kvd_pause(const struct task *task) {
     return !working || !task || working->hopeless != task;
 }
 
+// Runs the first task of the stream, and lets the lock go meanwhile.
+static void step(struct stream *s) {
+    struct task *t = s->head;
+    int code = 0;
+    bool ran = false;
+    s->busy = true;
+    kvd_set_task(t->number);
+    kvd_trail_begin(t->late);
+    bool skip = s->aborting || (s->error && s->stop_on_error);
+    if (!skip && t->fault) code = t->fault;
+    else if (!skip && t == s->hopeless) code = kvd_gave_up(t);
+    else if (!skip && any_dead(t)) code = RT_AICORE_EXCEPTION;
+    else if (!skip && t->run) {
+        pthread_mutex_unlock(&kvd_lock);
+        code = t->run(t);
+        pthread_mutex_lock(&kvd_lock);
+        ran = true;
+    }
+    if (!ran) kvd_skip_nodes(t, 0);
+    kvd_set_task(0);
+    if (t->late) kvd_journal_done(t->number, t->id, skip ? RT_AICORE_EXCEPTION : code);
+    kvd_trail_end();
+    s->hopeless = NULL;
+    if (code && !s->error) {
+        s->error = code;
+        free(s->error_text);
+        s->error_text = fault_text;
+        fault_text = NULL;
+    }
+    if (t->record) kvd_complete(t->record, s->error);
+    s->head = t->next;
+    if (!s->head) s->tail = NULL;
+    kvd_count(t, -1);
+    kvd_drop_task(t);
+    s->done++;
+    s->busy = false;
+    kvd_notify();
+}
+
 static void *work(void *argument) {
     struct stream *s = working = argument;
     pthread_mutex_lock(&kvd_lock);
     for (;;) {
         struct task *t = s->head;
-        bool may = !kvd_settings.hold || s->aborting;
+        bool may = !s->busy && (!kvd_settings.hold || s->aborting);
         may = may && (kvd_settings.eager || s->aborting || s->done < s->allowed);
         if (!t && s->closing) break;
         if (t && may && t->wait && !t->wait->done && !s->aborting && s->hopeless != t) {
@@ -198,38 +242,7 @@ static void *work(void *argument) {
             s->pauses = NULL;
             continue;
         }
-        int code = 0;
-        bool ran = false;
-        kvd_set_task(t->number);
-        kvd_trail_begin(t->late);
-        bool skip = s->aborting || (s->error && s->stop_on_error);
-        if (!skip && t->fault) code = t->fault;
-        else if (!skip && t == s->hopeless) code = kvd_gave_up(t);
-        else if (!skip && any_dead(t)) code = RT_AICORE_EXCEPTION;
-        else if (!skip && t->run) {
-            pthread_mutex_unlock(&kvd_lock);
-            code = t->run(t);
-            pthread_mutex_lock(&kvd_lock);
-            ran = true;
-        }
-        if (!ran) kvd_skip_nodes(t, 0);
-        kvd_set_task(0);
-        if (t->late) kvd_journal_done(t->number, t->id, skip ? RT_AICORE_EXCEPTION : code);
-        kvd_trail_end();
-        s->hopeless = NULL;
-        if (code && !s->error) {
-            s->error = code;
-            free(s->error_text);
-            s->error_text = fault_text;
-            fault_text = NULL;
-        }
-        if (t->record) kvd_complete(t->record, s->error);
-        s->head = t->next;
-        if (!s->head) s->tail = NULL;
-        kvd_count(t, -1);
-        kvd_drop_task(t);
-        s->done++;
-        kvd_notify();
+        step(s);
     }
     pthread_mutex_unlock(&kvd_lock);
     kvd_leave_python();
@@ -239,7 +252,40 @@ static void *work(void *argument) {
 void kvd_allow(struct stream *s, uint64_t position) {
     if (s->allowed >= position) return;
     s->allowed = position;
-    pthread_cond_signal(&s->wake);
+    if (s->head) pthread_cond_signal(&s->wake);
+}
+
+// A wait or a replay is left to the stream's thread, and so are functions of the program.
+static bool is_for_waiters(const struct task *t) {
+    if (!t || (t->run && t->runs == BY_ITS_STREAM)) return false;
+    return !t->wait || t->wait->done;
+}
+
+uint64_t kvdouble_num_helped;  // tasks that threads ran that waited for them
+
+void kvd_help(struct stream *s, uint64_t position) {
+    if (!kvd_settings.patience_ns || kvd_settings.hold || s->busy || s->aborting) return;
+    if (working || kvdouble_task() || kvd_in_callback() != NO_CALLBACK) return;
+    if (s->done >= position || !is_for_waiters(s->head)) return;
+    const char *symbol = kvd_symbol();
+    kvd_let_python();
+    void *state = kvd_swap_python(NULL);  // what a task calls must not take it back
+    bool asked = false;
+    while (s->done < position && !s->busy && !s->aborting && is_for_waiters(s->head)) {
+        if (!asked && s->head->runs == BY_PYTHON_WAITERS) {
+            s->busy = asked = true;
+            pthread_mutex_unlock(&kvd_lock);
+            bool may = kvd_may_run_python();
+            pthread_mutex_lock(&kvd_lock);
+            s->busy = false;
+            if (!may) break;
+        }
+        kvdouble_num_helped += s->head->run != NULL;
+        step(s);
+    }
+    kvd_swap_python(state);
+    kvd_set_symbol(symbol);
+    if (s->head && s->done < s->allowed) pthread_cond_signal(&s->wake);
 }
 
 // -- the clock ------------------------------------------------------------------------------------------------
@@ -384,6 +430,7 @@ bool kvd_drain(struct stream *s, uint64_t position, int64_t timeout_ms) {
     uint64_t serial = s->handle.serial, mark = kvd_next_mark();
     bool passed = true;
     kvd_journal_stream(ENTRY_MARK, s, mark);
+    if (timeout_ms < 0) kvd_help(s, position);
     kvd_allow(s, position);
     struct timespec at;
     if (timeout_ms >= 0) kvd_deadline(&at, timeout_ms);

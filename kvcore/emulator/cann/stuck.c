@@ -25,7 +25,7 @@ static void survey_of(void *stream, void *data) {
     struct survey *all = data;
     if (!s->head) return;
     if (!blocked(s)) {
-        bool may = kvd_settings.eager || s->aborting || s->done < s->allowed || s->pauses;
+        bool may = s->busy || kvd_settings.eager || s->aborting || s->done < s->allowed || s->pauses;
         all->moving = all->moving || may;
     } else if (all->count < SEEN) {
         all->streams[all->count++] = s;
