@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from kvcore.replay.report.offloaded import OffloadReport
     from kvcore.replay.traces.reader import TraceRequest
 
+#: Share of the time from which on it is said that offload does not change it.
+PROMPTS_MATTER = 0.2
+
 __all__ = ["Answer", "Ratio", "answer_of", "step_error"]
 
 
@@ -274,6 +277,11 @@ def _because(report: OffloadReport) -> tuple[str, ...]:
         exposed, waited = (part / totals.steps / us for part in (totals.exposed_us,
                                                                 totals.serve_us))  # fmt: skip
         found[0] += f" and {waited:.0%} waiting for rows ({exposed:.0%} for the host link)"
+    if totals.prefill_us > totals.end_us * PROMPTS_MATTER:
+        found.append(
+            f"Prompts take {totals.prefill_us / totals.end_us:.0%} of the device's time, as they do"
+            " without offload"
+        )
     share = report.assumed_share
     if share:
         found.append(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,11 +71,19 @@ class _Draw:
 
     def _mark(self, figure: Any, axis: str, at: float, text: str) -> None:
         """A dotted line across the plot, with words at its end."""
-        shown = {"line_dash": "dot", "line_color": "#57606a", "annotation_text": text}
+        shown = {"line_dash": "dot", "line_color": "#57606a"}
         if axis == "x":
-            figure.add_vline(x=at, annotation_position="bottom right", **shown)
+            figure.add_vline(x=at, **shown)
+            # Annotations of a logarithmic axis are placed by the logarithm, shapes are not.
+            place = math.log10(at) if figure.layout.xaxis.type == "log" else at
+            figure.add_annotation(
+                x=place, y=0, yref="paper", xanchor="left", yanchor="bottom", text=text,
+                showarrow=False,
+            )  # fmt: skip
         else:
-            figure.add_hline(y=at, annotation_position="bottom right", **shown)
+            figure.add_hline(
+                y=at, annotation_position="bottom right", annotation_text=text, **shown
+            )
 
     # -- the answer
 
@@ -111,7 +120,7 @@ class _Draw:
             points = [point for point in curves[key] if point[0] <= most]
             batches, rates = [float(point[0]) for point in points], [point[1] for point in points]
             self._line(figure, side, batches, rates, "lines+markers")
-        figure.update_xaxes(type="log", dtick=0.30102999566, tickformat="d")
+        figure.update_xaxes(type="log", tickvals=[2**n for n in range(13)], tickangle=0)
         even = answer["break_even_batch"]
         reading = "Requests of the mean size that decode and do nothing else."
         if even is not None and even <= most:
@@ -127,7 +136,7 @@ class _Draw:
         figure = self._figure("ms a step, mean", "")
         names = list(self._sides)
         columns: dict[str, list[float]] = {
-            "computing": [], "rows from the pool": [], "rows from the host": [], "all else": [],
+            "computing": [], "rows in device memory": [], "rows from the host": [], "all else": [],
         }  # fmt: skip
         for side in self._sides.values():
             steps, times = max(1, side["steps"]), side["model_time_us"]
@@ -142,10 +151,11 @@ class _Draw:
                     x=values, y=names, name=name, orientation="h", marker_color=colour
                 )
             )
-        figure.update_layout(barmode="stack")
+        figure.update_layout(barmode="stack", legend_traceorder="normal")
+        figure.update_yaxes(autorange="reversed")
         yield Plot(
             "Where the time of a step goes",
-            "Rows from the host are what layers wait for beyond the rows that the pool holds.",
+            "Rows from the host are what layers wait for beyond the rows in device memory.",
             figure, 230,
         )  # fmt: skip
 
@@ -166,7 +176,7 @@ class _Draw:
                     marker_color=colour,
                 )
             )  # fmt: skip
-        figure.update_layout(barmode="stack")
+        figure.update_layout(barmode="stack", legend_traceorder="normal")
         share = exposed / times["link"]
         yield Plot(
             "The host link",
@@ -193,14 +203,18 @@ class _Draw:
             if not known:
                 continue
             most = max(quantiles[name][-1] for quantiles in known.values())
-            unit, each = ("s", 1e3) if most >= 1e4 else ("ms", 1.0)
+            unit, each = ("seconds", 1e3) if most >= 1e4 else ("milliseconds", 1.0)
             what = "tokens" if name == "itl" else "requests"
-            figure = self._figure(unit, f"{what} within it, %")
+            label = f"{unit} (logarithmic)" if name == "itl" else unit
+            figure = self._figure(label, f"{what} within it, %")
             for side, quantiles in known.items():
                 shares = [100 * share for share in quantiles["shares"]]
                 self._line(figure, side, [ms / each for ms in quantiles[name]], shares)
             figure.update_yaxes(range=[0, 104])
-            figure.update_xaxes(rangemode="tozero")
+            if name == "itl":
+                figure.update_xaxes(type="log")
+            else:
+                figure.update_xaxes(rangemode="tozero")
             if name in limits:
                 self._mark(
                     figure, "x", limits[name] / each, f"limit {limits[name] / each:g} {unit}"

@@ -24,6 +24,12 @@ def _time(ms: float | None) -> str:
     return _number(ms / 1e3, " s") if ms >= 1e4 else _number(ms, " ms")
 
 
+def _size(nbytes: float) -> str:
+    if nbytes >= GIB / 10:
+        return f"{nbytes / GIB:,.2f} GiB"
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
 def _latency(name: str) -> Callable[[Side], str]:
     def said(side: Side) -> str:
         found = side["latency_ms"][name]
@@ -56,8 +62,8 @@ ROWS: tuple[tuple[str, Callable[[Side], str]], ...] = (
     ("between two tokens, p50 / p90 / p99", _latency("itl")),
     ("last token, p50 / p90 / p99", _latency("e2e")),
     ("good requests", _good),
-    ("device memory, peak", lambda side: f"{side['memory']['peak_device_bytes'] / GIB:.2f} GiB"),
-    ("host memory, peak", lambda side: f"{side['memory']['peak_host_bytes'] / GIB:.2f} GiB"),
+    ("device memory, peak", lambda side: _size(side["memory"]["peak_device_bytes"])),
+    ("host memory, peak", lambda side: _size(side["memory"]["peak_host_bytes"])),
 )
 
 
