@@ -140,6 +140,7 @@ class OffloadOptions:
     arrivals:   "order": all are there at once; "time": each at its timestamp.
     weights_gib: what weights and activations take on the device; None: as the model says.
     slo, attain: limits of a request's latencies, and the share of requests that must meet them.
+    ids:        path of a file of ids that requests chose; turnover: of the ids that are made.
     search:     "rate": find the highest rate of arrivals that holds the limits.
     baseline:   "auto": a run with offload is held against one without; "off": it is not.
     max_trace_events: kept for Perfetto.
@@ -232,6 +233,15 @@ class OffloadOptions:
     attain: float = option(
         0.9, "offload", "share of the requests that must be good for the limits to hold",
         kind="number", low=0, high=1, metavar="P", only="offload",
+    )  # fmt: skip
+    ids: str | None = option(
+        None, "offload", "an .npz of ids that requests chose: ids_<n> [steps, layers, top-k] and"
+        " context_<n> (docs/replay.md)", metavar="FILE", said="made", only="offload", nullable=True,
+    )  # fmt: skip
+    turnover: str | None = option(
+        None, "offload", "of the ids that are made, like overlap=0.6,reuse=1,distance=6",
+        metavar="VALUES", said="the deployment's, or the generator's", only="offload",
+        nullable=True,
     )  # fmt: skip
     search: str | None = option(
         None, "offload", "rate: find the highest rate of arrivals at which the limits hold, with"

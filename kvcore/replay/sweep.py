@@ -25,7 +25,7 @@ from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
 from kvcore.replay.options import axes as axes_of_options
 from kvcore.replay.report.comparison import read_report
-from kvcore.replay.report.identity import trace_hash
+from kvcore.replay.report.identity import file_hash, trace_hash
 from kvcore.replay.report.offloaded import SCHEMA
 from kvcore.replay.serving.fit import deployment_of, fit
 from kvcore.replay.sweep_workers import Workers
@@ -123,6 +123,7 @@ def grid(
         if len(set(values[name])) != len(values[name]):
             fail("sweep", "each value of an axis once", repr(axis))
     trace = trace_hash(requests)
+    ids = None if options.ids is None else file_hash(options.ids)
     points: list[Point] = []
     names: set[str] = set()
     for chosen in itertools.product(*values.values()):
@@ -136,7 +137,7 @@ def grid(
         except ValueError as error:
             fail("sweep", f"points that can be run, {label} among them", str(error))
         deployment = deployment_of(model, own)
-        said = repr((deployment.name, deployment.digest, asdict(own), trace))
+        said = repr((deployment.name, deployment.digest, asdict(own), trace, ids))
         key = hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
         points.append(Point(label, own, folder / f"{_file_name(label, key, names)}.json", key))
     return points

@@ -12,7 +12,7 @@ from kvcore.replay.answer.answer import Answer, answer_of, step_error
 from kvcore.replay.answer.baseline import Baseline, baseline_options, run_baseline, why_none
 from kvcore.replay.answer.rate import RateSearch, Search, own_rate
 from kvcore.replay.answer.searched import answer_of_search
-from kvcore.replay.report.identity import settled, trace_hash
+from kvcore.replay.report.identity import file_hash, settled, trace_hash
 from kvcore.replay.serving.fit import fit
 from kvcore.replay.serving.interval import CLOCK
 from kvcore.replay.serving.replay import OffloadReplay
@@ -59,6 +59,8 @@ class Served:
         report, options = self.report, self.report.options
         seeds = {"seed": options.seed, "sample_seed": options.sample_seed}
         hashes = {"trace": trace_hash(self.requests), "deployment": report.deployment.digest}
+        if options.ids is not None:
+            hashes["ids"] = file_hash(options.ids)
         found = {
             **self.answer.to_dict(), **report.to_dict(), "seeds": seeds, "hashes": hashes,
         }  # fmt: skip

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvcore.replay.traces.reader import TraceRequest
 
-__all__ = ["DIGITS", "settled", "trace_hash"]
+__all__ = ["DIGITS", "file_hash", "settled", "trace_hash"]
 
 DIGITS = 12
 
@@ -23,6 +23,15 @@ def trace_hash(requests: Iterable[TraceRequest]) -> str:
     """16 hexadecimal digits of what the requests are, in their order."""
     said = [(r.timestamp_ms, r.input_length, r.output_length, r.hash_ids) for r in requests]
     return _hash(repr(said))
+
+
+def file_hash(path: str) -> str:
+    """16 hexadecimal digits of a file's bytes.  Raises OSError."""
+    found = hashlib.blake2b(digest_size=8)
+    with open(path, "rb") as file:
+        while piece := file.read(2**20):
+            found.update(piece)
+    return found.hexdigest()
 
 
 def settled(value: Any) -> Any:

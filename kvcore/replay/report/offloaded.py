@@ -50,6 +50,7 @@ class OffloadReport(Report):
     interval: Interval | None = None
     latencies: Latencies = field(default_factory=Latencies)
     beyond: tuple[float, float] = (1.0, 1.0)
+    ids: dict[str, Any] | None = None
 
     @property
     def rows(self) -> float:
@@ -66,6 +67,18 @@ class OffloadReport(Report):
         """Share of the rows asked of the pools that they held; None before any."""
         asked = self.totals.hits + self.totals.misses
         return self.totals.hits / asked if asked else None
+
+    @property
+    def hit_rate_of_queries(self) -> float | None:
+        """Share of the rows that queries wanted which were not read from the host for them.
+
+        The queries of a step (a token and its drafts) each count all of their rows; what several
+        want is read once.  The newest rows are among those held.
+        """
+        totals = self.totals
+        if not totals.wanted or self.on_device:
+            return None
+        return max(0.0, 1 - totals.misses / totals.wanted)
 
     @property
     def step_us(self) -> float | None:
@@ -153,6 +166,11 @@ class OffloadReport(Report):
                 "prefix_hit": counters.prefix_hit_tokens,
             },
             "hit_rate": self.hit_rate,
+            "hit_rates": {
+                "of_distinct_rows": self.hit_rate,
+                "of_queries": self.hit_rate_of_queries,
+            },
+            "ids": self.ids,
             "interval": self.interval_dict(),
             "rows": {
                 "hits": totals.hits,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvcore.replay.models.profile import STEP
 from kvcore.replay.options import PREFILL_PROMPT_TOKENS, PREFILL_TOKENS_PER_S
 from kvcore.replay.serving.interval import FEWEST
+from kvcore.replay.traces.made_ids import MadeIds
 
 if TYPE_CHECKING:
     from kvcore.replay.models.profile import ModelProfile
@@ -71,10 +72,11 @@ def table_of(report: OffloadReport, source: str) -> list[tuple[str, str]]:
         ),
         (
             "hit rate",
-            f"{_percent(report.hit_rate)}{_within(report, 'hit_rate')} of the rows asked of the"
-            " pools;"
-            f" {totals.recent:,.0f} rows were newest tokens",
+            f"{_percent(report.hit_rate)}{_within(report, 'hit_rate')} of distinct rows asked of"
+            f" the pools; {_percent(report.hit_rate_of_queries)} of queries (each with all rows"
+            f" that it wants); {totals.recent:,.0f} rows were newest tokens",
         ),
+        *_ids(report),
         (
             "bytes",
             f"to the device {_gigabytes(totals.h2d_bytes)}; to the host"
@@ -120,6 +122,25 @@ def _deployment(report: OffloadReport) -> list[tuple[str, str]]:
         "deployment", f"{found.name} ({found.parallel}; {order}; {found.digest}): batch, bytes and"
         " token/s are one replica's",
     )]  # fmt: skip
+
+
+def _ids(report: OffloadReport) -> list[tuple[str, str]]:
+    """Where the ids came from, unless it is the default generator."""
+    ids = report.ids
+    if ids is None or ids.get("source") == MadeIds().source:
+        return []
+    made = ids.get("turnover", ids)
+    values = ", ".join(
+        f"{name} {value:.3g}" for name, value in made.items() if isinstance(value, float | int)
+        and not name.endswith("_share")
+    )  # fmt: skip
+    said = f"made with {values} ({made['basis']}: {made['source']})"
+    if ids["kind"] == "recorded":
+        said = (
+            f"{ids['recorded_share']:.1%} of the selections from the file ({ids['requests']:,}"
+            f" requests), {ids['made_share']:.1%} {said}"
+        )
+    return [("ids", said)]
 
 
 def _selection(model: ModelProfile) -> str:

@@ -51,6 +51,7 @@ class OffloadTotals:
 
     decode_us:   of the steps that decode; compute_us, serve_us, exposed_us, link_us, plan_us:
                  see `StepTimes`; assumed_compute_us: the part of compute that is assumed.
+    wanted:      rows that the queries of a step want, each query counted by itself.
     accepted:    tokens generated; written: drafts that did not stand included.
     """
 
@@ -61,6 +62,7 @@ class OffloadTotals:
     hits: float = 0.0
     misses: float = 0.0
     recent: float = 0.0
+    wanted: float = 0.0
     real_rows: int = 0
     decode_us: float = 0.0
     compute_us: float = 0.0

@@ -12,10 +12,12 @@ from kvcore.replay.deployments.deployment import Deployment, find_device
 from kvcore.replay.metrics.latency import Slo
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
+from kvcore.replay.traces.made_ids import MadeIds
+from kvcore.replay.traces.recorded_ids import RecordedIds, parse_turnover, read_recordings
 from kvcore.runtime.profile import DeviceProfile
 
 __all__ = [
-    "POLICIES", "deployment_of", "device_blocks", "device_bytes", "fit", "held_bytes",
+    "POLICIES", "deployment_of", "device_blocks", "device_bytes", "fit", "held_bytes", "ids_of",
     "weight_bytes",
 ]  # fmt: skip
 
@@ -45,6 +47,18 @@ def deployment_of(model: ModelProfile | Deployment, options: OffloadOptions) -> 
     return Deployment.of(model, device).on(options.device)
 
 
+def ids_of(deployment: Deployment, options: OffloadOptions) -> MadeIds | RecordedIds | None:
+    """Where a replay's ids come from; None: the generator's defaults.
+
+    Raises ParamInvalidError for a file of ids that is not the model's.
+    """
+    made = deployment.ids if options.turnover is None else parse_turnover(options.turnover)
+    if options.ids is None or not deployment.model.topk:
+        return made
+    found = read_recordings(options.ids, deployment.model)
+    return found if options.turnover is None else RecordedIds(found.recordings, made or MadeIds())
+
+
 def _check_topk(model: ModelProfile, options: OffloadOptions) -> None:
     if not model.topk and options.policy != "none":
         fail("model", "one with a top-k to offload, or policy none", f"{model.name}, with none")
@@ -66,6 +80,7 @@ def fit(model: ModelProfile | Deployment, options: OffloadOptions) -> tuple[Devi
         fail("search", "requests that arrive by time (arrivals)", repr(options.arrivals))
     deployment = deployment_of(model, options)
     model, device = deployment.model, deployment.device
+    ids_of(deployment, options)
     pool = _pool(model, options)
     if options.policy == "none":
         device_blocks(model, options, device)

@@ -43,7 +43,7 @@ class OffloadedInFull(Offloaded):
             places=min(self.options.batch, len(requests)),
             max_tokens=max(request.total_tokens for request in requests) + 1,
             timed=True,
-            ids=self.deployment.ids,
+            ids=self.ids,
         )
 
     @property

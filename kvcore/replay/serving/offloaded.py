@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +36,14 @@ from kvcore.replay.report.offloaded import OffloadReport
 from kvcore.replay.report.report import Mismatch, Outcome
 from kvcore.replay.report.totals import OffloadTotals, Timeline
 from kvcore.replay.serving.decoding import Decoding
-from kvcore.replay.serving.fit import deployment_of, fit, held_bytes
+from kvcore.replay.serving.fit import deployment_of, fit, held_bytes, ids_of
 from kvcore.replay.serving.interval import Interval
 from kvcore.replay.serving.real_decode import RealDecode
 from kvcore.replay.serving.scheduler import Running, Scheduler, Step
 from kvcore.replay.serving.strategy import Strategy, Timings
+from kvcore.replay.traces.made_ids import MadeIds
 from kvcore.replay.traces.reader import TraceRequest
+from kvcore.replay.traces.recorded_ids import RecordedIds
 from kvcore.runtime.profile import DeviceProfile
 
 __all__ = ["Offloaded", "StepLoad"]
@@ -71,6 +74,7 @@ class Offloaded(Strategy[OffloadReport]):
     totals, timeline: sums over the steps, and the steps over the model's time.
     real:             what the decode engine serves, a sample or all.
     groups:           of layers that move the same rows.
+    ids:              where the rows that a step wants come from; None: the default generator.
     sends_to_host:    whether rows go to the host at all.
     Raises ParamInvalidError for what cannot be served, DeviceOutOfMemoryError for caches that do
     not fit; before any work.
@@ -91,6 +95,7 @@ class Offloaded(Strategy[OffloadReport]):
             fail("options", "OffloadOptions", type(options).__name__)
         self.profile, self.pool_entries = fit(model, options)
         self.deployment: Deployment = deployment_of(model, options)
+        self.ids: MadeIds | RecordedIds | None = ids_of(self.deployment, options)
         self.model, self.options = self.deployment.model, options
         self._write_policy = make_write_policy(options.write_policy)
         self._compute = ComputeTime(self.deployment, options.drafts)
@@ -264,6 +269,8 @@ class Offloaded(Strategy[OffloadReport]):
         sizes = np.array([len(group) for group in self.groups], np.float64)
         moved = rows.T @ sizes
         totals = self.totals
+        wanted = tokens * np.minimum(contexts + tokens, model.topk)
+        totals.wanted += float(wanted.sum()) * model.layers
         totals.add_step(
             us, times, len(who), sum(stands), written, tuple(moved.tolist()),
             model.row_bytes, model.layers, load.compute_us, sends=self.sends_to_host,
@@ -344,6 +351,17 @@ class Offloaded(Strategy[OffloadReport]):
         """How sure the figures are; None where nothing was estimated."""
         return None
 
+    def _ids_report(self) -> dict[str, Any] | None:
+        """Where the ids came from, and the share of the selections that each served."""
+        rows = self.real.rows
+        served = rows.recorded + rows.made
+        made = MadeIds() if self.ids is None else self.ids
+        return {
+            **made.to_dict(),
+            "recorded_share": rows.recorded / served if served else 0.0,
+            "made_share": rows.made / served if served else 0.0,
+        }
+
     def report(self, outcome: Outcome) -> OffloadReport:
         """The figures so far."""
         if not self._closed:
@@ -354,6 +372,7 @@ class Offloaded(Strategy[OffloadReport]):
             device=self.profile,
             deployment=self.deployment,
             beyond=self._compute.beyond,
+            ids=self._ids_report(),
             options=self.options,
             pool_entries=self.pool_entries,
             host_capacity=self._scheduler.pool.capacity,

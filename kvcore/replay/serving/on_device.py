@@ -8,6 +8,7 @@ or read from the host.  What limits it is capacity: as many blocks as the device
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +58,9 @@ class OnDevice(Accounted):
     def mismatches(self) -> list[Mismatch]:  # type: ignore[override]
         """None."""
         return []
+
+    def _ids_report(self) -> dict[str, Any] | None:
+        return None
 
     def close(self) -> None:
         """Nothing is held."""

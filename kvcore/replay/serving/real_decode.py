@@ -26,6 +26,7 @@ from kvcore.replay.options import OffloadOptions
 from kvcore.replay.report.report import Mismatch
 from kvcore.replay.traces.made_ids import MadeIds
 from kvcore.replay.traces.reader import TraceRequest
+from kvcore.replay.traces.recorded_ids import RecordedIds
 from kvcore.replay.traces.request_rows import RequestRows
 from kvcore.runtime import Device
 from kvcore.runtime.profile import DeviceProfile
@@ -106,7 +107,7 @@ class RealDecode:
         places: int,
         max_tokens: int,
         timed: bool,
-        ids: MadeIds | None = None,
+        ids: MadeIds | RecordedIds | None = None,
     ) -> None:
         self._model, self._options, self._timed = model, options, timed
         self._groups = tuple(groups)  # numbers of the groups as the model counts them

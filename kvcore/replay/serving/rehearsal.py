@@ -26,6 +26,7 @@ from kvcore.replay.serving.samples import sample_positions
 from kvcore.replay.serving.scheduler import Running
 from kvcore.replay.traces.made_ids import MadeIds
 from kvcore.replay.traces.reader import TraceRequest
+from kvcore.replay.traces.recorded_ids import RecordedIds
 from kvcore.runtime.profile import DeviceProfile
 
 __all__ = ["Rehearsal"]
@@ -60,7 +61,7 @@ class Rehearsal:
         profile: DeviceProfile,
         pool: int,
         requests: Sequence[TraceRequest],
-        ids: MadeIds | None = None,
+        ids: MadeIds | RecordedIds | None = None,
     ) -> None:
         self._model, self._options = model, options
         sample = draw_requests(requests, options)

@@ -58,7 +58,7 @@ class OffloadedSampled(Accounted):
         self._requests = len(requests)
         self.rehearsal: Rehearsal = self._served or Rehearsal(
             self.model, self.options, self.profile, self.pool_entries, requests,
-            self.deployment.ids,
+            self.ids,
         )  # fmt: skip
         self.real: RealDecode = self.rehearsal.real
         self.totals.real_rows = self.rehearsal.rows

@@ -26,7 +26,7 @@ from kvcore.errors import fail
 from kvcore.offload.checks import check_integer, check_path, read_indices
 from kvcore.offload.rows.policy import make_books
 
-__all__ = ["check_ids", "hit_rate", "read_ids", "write_ids"]
+__all__ = ["check_ids", "hit_rate", "read_ids", "read_member", "write_ids"]
 
 MEMBER = "ids.npy"
 MAX_BYTES = 8 * 2**30
@@ -85,15 +85,27 @@ def read_ids(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> NDA
         with zipfile.ZipFile(name) as archive:
             if MEMBER not in archive.namelist():
                 _refuse(name, "an array 'ids'", ", ".join(archive.namelist()[:8]) or "nothing")
-            with archive.open(MEMBER) as member:
-                return check_ids(_read_array(name, member, max_bytes), f"{name}: ids")
+            return check_ids(read_member(archive, name, MEMBER, max_bytes), f"{name}: ids")
     except zipfile.BadZipFile as error:
         _refuse(name, "an npz archive", str(error))
     except (OSError, EOFError, zlib.error, NotImplementedError, RuntimeError) as error:
         _refuse(name, "a readable npz archive", f"{type(error).__name__}: {error}")
 
 
-def _read_array(name: str, member: Any, max_bytes: int) -> NDArray[Any]:
+def read_member(
+    archive: zipfile.ZipFile, name: str, member: str, max_bytes: int, axes: int | None = 3
+) -> NDArray[Any]:
+    """An array of integers in an archive.
+
+    name: of the file, for messages; max_bytes: that the array may claim; axes: how many it has,
+    None: any number of them.
+    Raises ParamInvalidError, and what zipfile raises for a member that cannot be read.
+    """
+    with archive.open(member) as file:
+        return _read_array(name, file, max_bytes, axes)
+
+
+def _read_array(name: str, member: Any, max_bytes: int, axes: int | None) -> NDArray[Any]:
     try:
         version = np.lib.format.read_magic(member)
         read = {
@@ -109,8 +121,9 @@ def _read_array(name: str, member: Any, max_bytes: int) -> NDArray[Any]:
         _refuse(name, "ids of int32 or int64", str(dtype))
     whole = all(type(size) is int and size >= 0 for size in shape)
     wanted = math.prod(shape) * dtype.itemsize if whole else 0
-    if not whole or len(shape) != 3 or wanted > max_bytes:
-        _refuse(name, f"[steps, layers, topk] of at most {max_bytes} bytes", f"shape {shape}")
+    if not whole or axes not in (None, len(shape)) or wanted > max_bytes:
+        form = "[steps, layers, topk]" if axes is not None else "an array"
+        _refuse(name, f"{form} of at most {max_bytes} bytes", f"shape {shape}")
     data = bytearray()
     while len(data) < wanted:
         # In pieces: what a header claims need not be there.

@@ -68,6 +68,10 @@ class MadeIds:
             return ScoreIds(topk, model=ScoreModel(**self.values), seed=seed)
         return TurnoverIds(topk, seed=seed, **self.values)
 
+    def of_request(self, context: int, group: int, topk: int, seed: int) -> IdSource:
+        """The ids of one request in one group; they go by neither."""
+        return self.make(topk, seed)
+
     def to_dict(self) -> dict[str, Any]:
         """As a TOML file has it, with all parameters."""
         return {

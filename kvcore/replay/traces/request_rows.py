@@ -17,6 +17,7 @@ from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.traces.content import TokenRows, content_words, expected_row, token_words
 from kvcore.replay.traces.made_ids import IdSource, MadeIds
 from kvcore.replay.traces.reader import HASH_BLOCK_TOKENS, TraceRequest
+from kvcore.replay.traces.recorded_ids import RecordedIds
 
 __all__ = ["RequestRows"]
 
@@ -37,16 +38,24 @@ class _Request:
 class RequestRows:
     """Rows and ids of the requests that are served for real.
 
-    ids: which generator makes the ids; None: `TurnoverIds` with its defaults.
+    ids: where the ids come from: a generator, or a file of them; None: `TurnoverIds` with its
+         defaults.
+    recorded, made: selections served so far from a file, and by a generator.
     """
 
     def __init__(
-        self, model: ModelProfile, seed: int, max_tokens: int, ids: MadeIds | None = None
+        self,
+        model: ModelProfile,
+        seed: int,
+        max_tokens: int,
+        ids: MadeIds | RecordedIds | None = None,
     ) -> None:
         self._model, self._seed = model, seed
         self._made_ids = MadeIds() if ids is None else ids
         self._rows = TokenRows(model.layers, *model.shape.row_bytes, 1, seed)
         self._requests: dict[int, _Request] = {}
+        self.recorded: int = 0
+        self.made: int = 0
         self._lane_bytes = [n for n in model.shape.row_bytes if n]
 
     def add(self, request: TraceRequest) -> None:
@@ -85,9 +94,16 @@ class RequestRows:
         ids = of.ids.get(group)
         if ids is None:
             ids = of.ids[group] = self.ids_of(index, group)
-        return np.stack([ids.next(tokens - queries + 1 + query) for query in range(queries)])
+        found = np.empty((queries, self._model.topk), np.int32)
+        for query in range(queries):
+            found[query] = ids.next(tokens - queries + 1 + query)
+            recorded = getattr(ids, "recorded", False)
+            self.recorded += recorded
+            self.made += not recorded
+        return found
 
     def ids_of(self, index: Any, group: int) -> IdSource:
         """A generator of a request's ids in one group, from its first step on."""
         seed = int(np.random.SeedSequence([self._seed, index, group]).generate_state(1)[0])
-        return self._made_ids.make(self._model.topk, seed)
+        context = self._requests[index].request.input_length + 1
+        return self._made_ids.of_request(context, group, self._model.topk, seed)

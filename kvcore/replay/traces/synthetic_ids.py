@@ -233,6 +233,14 @@ class TurnoverIds:
         self._last = ids
         return ids.copy()
 
+    def go_on_from(self, ids: NDArray[np.int32]) -> None:
+        """Take ``ids``, each once, as the last selection: what was in the one before is dropped."""
+        gone = np.setdiff1d(self._last, ids)
+        if len(gone):
+            self._dropped.append(gone)
+            del self._dropped[: -self._depth]
+        self._last = np.asarray(ids, np.int32)
+
     def _returning(self, count: int, num_tokens: int) -> NDArray[np.int32]:
         draw = self._draw
         count = int(draw.binomial(count, self.reuse))

@@ -116,7 +116,8 @@ def files_read(namespace: argparse.Namespace) -> tuple[str, ...]:
     """The files that the options name to be read."""
     named = (namespace.model, namespace.device, namespace.deployment)
     files = [name for name in named if name is not None and name.endswith((".toml", ".json"))]
-    return (*files, *([] if namespace.trace is None else [namespace.trace]))
+    more = (namespace.trace, namespace.ids)
+    return (*files, *(name for name in more if name is not None))
 
 
 def refuse_outputs(namespace: argparse.Namespace) -> None:
