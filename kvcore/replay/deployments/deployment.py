@@ -60,6 +60,8 @@ __all__ = ["DEPLOYMENTS", "Deployment"]
 #: Deployments that ship, by name, and their files in this folder.
 DEPLOYMENTS: dict[str, str] = {
     "glm-5.2": "glm_5_2.toml",
+    "deepseek-v3.2": "deepseek_v3_2.toml",
+    "hisparse": "hisparse.toml",
 }
 FOLDER = Path(__file__).parent
 KEYS = (
@@ -307,13 +309,13 @@ class Deployment:
             quantisation=read_texts(data.get("quantisation", {}), "quantisation"),
             serving=read_serving(data.get("serving", {})),
             note=in_words(data.get("note", "")), source=in_words(data.get("source", "")),
-            from_file=True, model_named=in_words(data.get("model", "")),
+            from_file=True, model_named=_wherever(data.get("model", ""), folder),
         )  # fmt: skip
         return _composed(
             bare, (model, device), read_figures(data.get("figures", {}), "figures"),
             None if table is None else StepTable.of(table), others,
             ids=None if ids is None else MadeIds.of(ids),
-            device_named=in_words(data.get("device", "")),
+            device_named=_wherever(data.get("device", ""), folder),
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -329,6 +331,14 @@ class Deployment:
         found["figures"] = {key: f.to_dict() for key, f in self.figures.items()}
         if self.table is not None:
             found["step_table"] = self.table.to_dict()
+        if self.others:
+            found["on"] = {
+                key: {
+                    "figures": {name: f.to_dict() for name, f in entry["figures"].items()},
+                    **({} if entry["table"] is None else {"step_table": entry["table"].to_dict()}),
+                }
+                for key, entry in self.others.items()
+            }
         return found
 
 
@@ -341,6 +351,13 @@ def _mapping(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _is_of_device(key: str) -> bool:
     return key in FIGURES or key in STEP or key in ("plan_group", "serve", "serve_overlap")
+
+
+def _wherever(name: Any, folder: Path) -> str:
+    """How a file beside the deployment's is named from anywhere else."""
+    text = in_words(name)
+    beside = folder / text
+    return str(beside.resolve()) if "." in text and beside.is_file() else text
 
 
 def _find_model(name: Any, folder: Path) -> ModelProfile:

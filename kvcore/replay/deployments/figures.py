@@ -34,6 +34,10 @@ OWN_FIGURES: dict[str, tuple[str, float, float]] = {
     "draft_misses": (
         "share of their rows that the layers that make drafts read from the host", 0, 1,
     ),
+    "selection_layers": (
+        "in order: layers whose selection takes device memory beside the pools; all where it is"
+        " missing, none where attention reads the pools", 0, 4096,
+    ),
     "prefill": ("prompt tokens a second of a replica", 1e-3, 1e12),
 }  # fmt: skip
 NAMES = ", ".join((*OWN_FIGURES, *MODEL_FIGURES, *FIGURES))

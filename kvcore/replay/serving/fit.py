@@ -153,13 +153,13 @@ def held_bytes(
 ) -> int:
     """Device memory of requests that have so many tokens together, weights not counted.
 
-    Where layers are served in order each has a selection of its own, those that make drafts too;
-    else two layers' selections take turns.
+    Where layers are served in order each has a selection of its own, those that make drafts too,
+    unless the deployment says how many have one; else two layers' selections take turns.
     """
     model = deployment.model
     if deployment.serve == "in order":
-        rows = (1 + options.drafts) * model.topk * (model.layers + model.draft_layers)
-        rows += pool * model.layers
+        selections = deployment.own("selection_layers", model.layers + model.draft_layers)
+        rows = (1 + options.drafts) * model.topk * int(selections) + pool * model.layers
         index = model.token_index_bytes
         index += model.draft_layers * (index // len(model.groups))
         return requests * rows * model.row_bytes + tokens * index
