@@ -88,6 +88,13 @@ def _print(found: Prediction) -> None:
     _rows("rows that are predicted", found.of("predict"), nulls=True)
     _rows("rows that are shown, not judged", found.of("show"), nulls=True)
     _sensitivity(found)
+    for one in found.rows:
+        outside = one.report.deployment_dict()["extrapolated"]
+        if outside is not None:
+            say(
+                f"  {one.row.name}: steps are extrapolated, to {outside['batch']:.2g} times the"
+                f" table's batch and {outside['context']:.2g} times its context"
+            )
     say(f"  {found.verdict}")
     for one in found.of("predict"):
         kind = "independent" if one.row.independent else "not independent"

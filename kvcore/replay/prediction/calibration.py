@@ -162,7 +162,9 @@ def calibrated(measurements: Measurements, runs: RowRuns | None = None) -> Calib
     Raises ParamInvalidError when the rows determine nothing of what is free, and where nothing is
     free.
     """
-    runs = RowRuns() if runs is None else runs
+    if runs is None:
+        # The slope of a parameter of ids would be drowned by what two draws differ in.
+        runs = RowRuns(alike=any(key.startswith("ids.") for key in measurements.free))
     table = measurements.table()
     base = measurements.deployment if table is None else (
         measurements.deployment.with_figures({}, table=table)

@@ -76,7 +76,7 @@ def row_command(row: MeasuredRow, deployment: Deployment, trace: str) -> list[st
         words += ["--weights-gib", f"{options.weights_gib:g}"]
     for name, value in (
         ("batch", options.batch), ("drafts", options.drafts), ("accept", options.accept),
-        ("fidelity", options.fidelity), ("prefill", "none"),
+        ("fidelity", options.fidelity), ("prefill", "none"), ("baseline", "off"),
         ("sample-requests", options.sample_requests), ("sample-layers", options.sample_layers),
         ("verify-samples", options.verify_samples), ("blocks", options.host_blocks),
     ):  # fmt: skip
@@ -123,9 +123,14 @@ class _Learned(OffloadedSampled):
 
 
 class RowRuns:
-    """Serves rows, and keeps what the sampled requests missed."""
+    """Serves rows, and keeps what the sampled requests missed.
 
-    def __init__(self) -> None:
+    alike: rows that differ in their batch alone take the same sampled request, so that what tells
+           them apart is the batch and not the draw; else each is as a replay by itself would be.
+    """
+
+    def __init__(self, *, alike: bool = False) -> None:
+        self._alike = alike
         self._learned: dict[str, _Told] = {}
 
     def run(self, row: MeasuredRow, deployment: Deployment) -> OffloadReport:
@@ -136,8 +141,8 @@ class RowRuns:
         ids = None if deployment.ids is None else deployment.ids.to_dict()
         key = repr((
             deployment.model.name, deployment.model.topk, deployment.model.row_bytes, ids,
-            row.policy, row.batch, options.pool, options.drafts, options.accept, options.seed,
-            options.block_size, row.input, row.output,
+            row.policy, 0 if self._alike else row.batch, options.pool, options.drafts,
+            options.accept, options.seed, options.block_size, row.input, row.output,
         ))  # fmt: skip
         known = self._learned.get(key)
         if known is not None:
