@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvcore.replay.clock.mean_step import MeanStep
 from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.deployments.figures import DeploymentFigure
+from kvcore.replay.options import PREFILL_TOKENS_PER_S
 
 if TYPE_CHECKING:
     from kvcore.replay.report.offloaded import OffloadReport
@@ -29,6 +30,7 @@ FACTOR = 1.5
 SHARES = ("serve_overlap", "draft_misses")
 #: What the band calls the rows that made ids miss.
 MISSES = "misses of the made ids"
+PREFILL = "prefill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,60 +71,77 @@ def step_band(report: OffloadReport, context: float) -> Band:
     mean = MeanStep.of(report, context)
     before = mean.us(report.deployment)
     return _band({
-        key: [then.us(deployment) / before - 1 for deployment, (then,) in sides]
-        for key, sides in _changes(report.deployment, (mean,))
+        key: [change.mean(mean).us(change.deployment) / before - 1 for change in sides]
+        for key, sides in _changes(report)
+        if key != PREFILL
     })  # fmt: skip
 
 
 def ratio_band(report: OffloadReport, other: OffloadReport, context: float) -> Band:
     """Of tokens a second of a run by those of another, of the same deployment.
 
-    A figure that both depend on moves both: what is left is what it does to their ratio.  The part
-    of either run's time that is no decoding stays.
+    A figure that both depend on moves both: what is left is what it does to their ratio.  Where
+    requests arrive by time the ratio is that of decoding alone.
     """
     runs = (report, other)
-    means = tuple(MeanStep.of(run, context) for run in runs)
+    means = [MeanStep.of(run, context) for run in runs]
     before = [mean.us(run.deployment) for mean, run in zip(means, runs, strict=True)]
-    shares = [_decode_share(run) for run in runs]
 
-    def moved(deployment: Deployment, then: tuple[MeanStep, ...]) -> float:
-        longer = [
-            1 + share * (mean.us(deployment) / us - 1)
-            for mean, us, share in zip(then, before, shares, strict=True)
-        ]
+    def moved(change: _Change) -> float:
+        longer = []
+        for run, mean, us in zip(runs, means, before, strict=True):
+            decode, prefill = _shares(run)
+            step = change.mean(mean).us(change.deployment) / us - 1
+            longer.append(1 + decode * step + prefill * (1 / change.prefill - 1))
         return longer[1] / longer[0] - 1
 
-    return _band({
-        key: [moved(deployment, then) for deployment, then in sides]
-        for key, sides in _changes(report.deployment, means)
-    })  # fmt: skip
+    return _band({key: [moved(change) for change in sides] for key, sides in _changes(report)})
 
 
-def _decode_share(run: OffloadReport) -> float:
+def _shares(run: OffloadReport) -> tuple[float, float]:
+    """Of the time that the tokens a second are by: decoding's and prefill's."""
     totals = run.totals
     if run.options.arrivals == "time" or not totals.end_us:
-        return 1.0
-    return totals.decode_us / totals.end_us
+        return 1.0, 0.0
+    return totals.decode_us / totals.end_us, totals.prefill_us / totals.end_us
 
 
-def _changes(
-    deployment: Deployment, means: tuple[MeanStep, ...]
-) -> Iterator[tuple[str, list[tuple[Deployment, tuple[MeanStep, ...]]]]]:
-    """Each figure that is assumed, with what it makes of the deployment or of the steps."""
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Another value of one figure: misses and prefill's rate by factors, others in the figures."""
+
+    deployment: Deployment
+    misses: float = 1.0
+    prefill: float = 1.0
+
+    def mean(self, mean: MeanStep) -> MeanStep:
+        return mean if self.misses == 1 else mean.scaled_misses(self.misses)
+
+
+def _changes(report: OffloadReport) -> Iterator[tuple[str, list[_Change]]]:
+    """Each figure that is assumed, divided and multiplied."""
+    deployment, options = report.deployment, report.options
     factors = (1 / FACTOR, FACTOR)
     for key in deployment.assumed():
         value = deployment.number(key)
-        if not value:
-            continue
-        yield key, [(_changed(deployment, key, value * by), means) for by in factors]
+        if value:
+            yield key, [_Change(_changed(deployment, key, value * by)) for by in factors]
     table = deployment.table
     if table is not None and table.basis == "assumed":
         yield (
             "step_table",
-            [(deployment.with_figures({}, table=table.scaled(by)), means) for by in factors],
+            [_Change(deployment.with_figures({}, table=table.scaled(by))) for by in factors],
         )
-    if deployment.ids is None or deployment.ids.basis == "assumed":
-        yield MISSES, [(deployment, tuple(m.scaled_misses(by) for m in means)) for by in factors]
+    ids = deployment.ids
+    if options.ids is None and (ids is None or ids.basis == "assumed" or options.turnover):
+        yield MISSES, [_Change(deployment, misses=by) for by in factors]
+    given = deployment.figures.get("prefill")
+    if options.prefill_tokens_per_s == PREFILL_TOKENS_PER_S or (
+        given is not None
+        and given.basis == "assumed"
+        and options.prefill_tokens_per_s == given.number
+    ):
+        yield PREFILL, [_Change(deployment, prefill=by) for by in factors]
 
 
 def _changed(deployment: Deployment, key: str, value: float) -> Deployment:

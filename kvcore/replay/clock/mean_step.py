@@ -9,11 +9,12 @@ other figures by what it says of the run's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvcore.offload.decode.write_policy import make_write_policy
 from kvcore.replay.clock.in_order import InOrderClock
 from kvcore.replay.clock.step_clock import StepClock
 from kvcore.replay.deployments.deployment import Deployment
@@ -42,7 +43,7 @@ class MeanStep:
 
     batch, context: requests, and tokens of each; tokens: that all of them write, drafts included.
     hits, misses, recent: rows of a layer, over the batch.
-    wanted: rows of a layer that the queries ask for, repeats counted.
+    pieces: in which the new rows go to the host.
     """
 
     batch: float
@@ -52,6 +53,7 @@ class MeanStep:
     hits: float
     misses: float
     recent: float
+    pieces: float
     offload: bool
 
     @classmethod
@@ -60,10 +62,11 @@ class MeanStep:
         totals, options = report.totals, report.options
         steps = max(1, totals.steps)
         layers = report.model.layers * steps
+        batch, tokens = totals.request_steps / steps, totals.written / steps
+        pieces = make_write_policy(options.write_policy).pieces(round(tokens), max(1, round(batch)))
         return cls(
-            totals.request_steps / steps, context, options.drafts, totals.written / steps,
-            totals.hits / layers, totals.misses / layers, totals.recent / layers,
-            options.policy != "none",
+            batch, context, options.drafts, tokens, totals.hits / layers, totals.misses / layers,
+            totals.recent / layers, pieces, options.policy != "none",
         )  # fmt: skip
 
     def wanted(self, deployment: Deployment) -> float:
@@ -73,18 +76,12 @@ class MeanStep:
     def with_hit_rate(self, deployment: Deployment, points: float) -> MeanStep:
         """The same step when ``points`` (0.02: two points) more of the queries' rows are held."""
         moved = min(self.misses, points * self.wanted(deployment))
-        return MeanStep(
-            self.batch, self.context, self.drafts, self.tokens, self.hits + moved,
-            self.misses - moved, self.recent, self.offload,
-        )  # fmt: skip
+        return replace(self, hits=self.hits + moved, misses=self.misses - moved)
 
     def scaled_misses(self, factor: float) -> MeanStep:
         """The same step with so many times the misses, as far as there are rows."""
         moved = min(self.hits, self.misses * (factor - 1))
-        return MeanStep(
-            self.batch, self.context, self.drafts, self.tokens, self.hits - moved,
-            self.misses + moved, self.recent, self.offload,
-        )  # fmt: skip
+        return replace(self, hits=self.hits - moved, misses=self.misses + moved)
 
     def compute_us(self, deployment: Deployment) -> float:
         """What of it is computation."""
@@ -101,11 +98,13 @@ class MeanStep:
             rows = np.tile(np.array(held), (len(model.groups), 1))
             clock = InOrderClock(deployment, lanes=lanes)
             return clock.step(rows, self.tokens, 0, 0, compute / model.layers).us
-        rows = np.tile(np.array(held), (len(model.groups), 1))
-        plan = deployment.own("plan_group") * len(model.groups)
-        ahead = StepClock(model, deployment.device, model.groups, lanes=lanes)
-        sent = self.tokens if self.offload else 0.0
+        # A model that attends to everything has no groups: all its layers are alike.
+        groups = model.groups or (tuple(range(model.layers)),)
+        rows = np.tile(np.array(held), (len(groups), 1))
+        plan = deployment.own("plan_group") * len(model.groups) if self.offload else 0.0
+        ahead = StepClock(model, deployment.device, groups, lanes=lanes)
+        sent, pieces = (self.tokens, self.pieces) if self.offload else (0.0, 0.0)
         us = 0.0
         for _ in range(SETTLED):
-            us = ahead.step(rows, self.tokens, sent, sent, (compute + plan) / model.layers).us
+            us = ahead.step(rows, self.tokens, sent, pieces, (compute + plan) / model.layers).us
         return us
