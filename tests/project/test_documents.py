@@ -13,8 +13,8 @@ import kvcore
 
 DOCS = Path(__file__).parents[2] / "docs"
 LINKS = [
-    (page.name, link)
-    for page in sorted(DOCS.glob("*.md"))
+    (str(page.relative_to(DOCS)), link)
+    for page in sorted(DOCS.rglob("*.md"))
     for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
     if not link.startswith("http")
 ]
@@ -22,7 +22,7 @@ LINKS = [
 
 @pytest.mark.parametrize(("page", "link"), LINKS)
 def test_links_lead_to_files(page: str, link: str) -> None:
-    assert (DOCS / link).is_file()
+    assert (DOCS / page).parent.joinpath(link).is_file()
 
 
 @pytest.mark.parametrize("page", ["gather.md", "runtime.md", "soc.md"])

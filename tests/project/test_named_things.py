@@ -16,7 +16,7 @@ TEXTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / ".ci").iterdir()),
+    *sorted(p for p in (ROOT / ".ci").rglob("*") if p.is_file() and p.suffix != ".pyc"),
     *sorted(p for p in (ROOT / "kvcore").rglob("*") if p.suffix in {".py", ".pyx", ".pxd", ".h"}),
 ]
 TOOLS = sorted((ROOT / "tests" / "tools").rglob("*.py"))
