@@ -49,6 +49,26 @@ def test_installed_version_is_the_package_s() -> None:
     assert metadata.version("kvcore") == kvcore.__version__
 
 
+def test_the_citation_names_this_version() -> None:
+    text = (ROOT / "docs/CITATION.cff").read_text()
+    assert f"\nversion: {kvcore.__version__}\n" in text
+
+
+def test_the_changes_of_this_version_are_listed() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (\d+\.\d+\.\d+)\b", text, re.MULTILINE)
+    assert versions[0] == kvcore.__version__
+    assert versions == sorted(versions, key=lambda one: [*map(int, one.split("."))], reverse=True)
+
+
+def test_classifiers_name_the_pythons_whose_tests_ran() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    said = re.search(r"The tests run on Python ([\d., and]+);", text)
+    assert said
+    named = [one.rpartition(" ")[2] for one in PYPROJECT["project"]["classifiers"]]
+    assert [one for one in named if re.fullmatch(r"3\.\d+", one)] == re.findall(r"3\.\d+", said[1])
+
+
 def test_run_time_requirements() -> None:
     names = {re.split(r"[<>=!~ ]", text)[0] for text in PYPROJECT["project"]["dependencies"]}
     assert names == {"numpy", "anyio", "ml_dtypes", "rich"}
