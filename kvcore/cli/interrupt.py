@@ -60,7 +60,7 @@ class CommandInterrupt:
 
     def __init__(self) -> None:
         self.raises = False
-        self.pressed = False
+        self.pressed: bool = False
 
     def install(self) -> None:
         """Become the handler of SIGINT, if this is the main thread and no other was set."""

@@ -12,7 +12,7 @@ from typing import Any
 __all__ = ["spread_over_seeds"]
 
 #: Name -> where it is in a report.
-FIGURES = {
+FIGURES: dict[str, tuple[str, ...]] = {
     "hit_rate": ("hit_rate",),
     "step_us": ("model_time_us", "step"),
     "tokens_per_s": ("tokens_per_s", "all"),

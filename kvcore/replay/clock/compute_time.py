@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.replay.deployments.deployment import Deployment
+from kvcore.replay.deployments.step_table import StepTable
 from kvcore.replay.models.profile import STEP, ModelProfile
 
 __all__ = ["ComputeParts", "ComputeTime"]
@@ -33,8 +34,10 @@ class ComputeTime:
 
     def __init__(self, deployment: Deployment | ModelProfile, drafts: int) -> None:
         model = deployment.model if isinstance(deployment, Deployment) else deployment
-        self.table = deployment.table if isinstance(deployment, Deployment) else None
-        self.beyond = (1.0, 1.0)
+        self.table: StepTable | None = (
+            deployment.table if isinstance(deployment, Deployment) else None
+        )
+        self.beyond: tuple[float, float] = (1.0, 1.0)
         self._topk = model.topk
         # A table's steps are measured as a whole: more drafts take as much longer as by figures.
         self._scale = (1 + drafts) / (1 + int(_number(model, "step_drafts")))

@@ -43,7 +43,7 @@ class InOrderClock:
         self._plan = deployment.own("plan_group") * len(model.groups)
         self._draft_layers = model.draft_layers if "draft_misses" in deployment.figures else 0
         self._draft_misses = deployment.own("draft_misses")
-        self.now = 0.0
+        self.now: float = 0.0
 
     def advance(self, us: float) -> None:
         """Let the device compute something else for so long."""

@@ -118,7 +118,7 @@ class ScoreIds:
         check_integer("topk", topk, 1, MAX_TOKENS)
         check_integer("seed", seed, 0)
         self.topk = topk
-        self.model = ScoreModel() if model is None else model
+        self.model: ScoreModel = ScoreModel() if model is None else model
         if not isinstance(self.model, ScoreModel):
             fail("model", "a ScoreModel", type(self.model).__name__)
         self._draw = np.random.default_rng(seed)
