@@ -22,8 +22,12 @@ TEXTS = [
 TOOLS = sorted((ROOT / "tests" / "tools").rglob("*.py"))
 #: kvcore.name.name, not as a part of a longer word or of an address.
 DOTTED = re.compile(r"(?<![\w./-])kvcore(?:\.[A-Za-z_]\w*)+")
-#: A path below one of the repository's folders; * and {a,b} as a shell has them.
-PATH = re.compile(r"(?<![\w./<-])(?:kvcore|tests|docs|bench|examples|\.ci)/[\w./*{},-]*[\w*}]")
+#: A path below one of the repository's folders; * and {a,b} as a shell has them.  Not one of a
+#: repository that is named before it.
+PATH = re.compile(
+    r"(?<!cann-recipes-infer, )(?<![\w./<-])"
+    r"(?:kvcore|tests|docs|bench|examples|\.ci)/[\w./*{},-]*[\w*}]"
+)
 #: Made by the build or by a test's reader, so in no checkout.
 MADE = {"kvcore/_cython_shared"}
 
