@@ -22,7 +22,7 @@ Who does what:
                    which child processes start the machine again.
 ``memory``         how much device memory this process can promise.
 ``machine``        the libraries, loaded, and their controls as Python functions.
-``starting``       ``start`` and ``running``: the pieces above in order, and every refusal in words.
+``starting``       ``start`` and ``running``: the pieces above in order, and every refusal.
 ``hooks``          what is done when torch_npu has been imported: the fallback is registered.
 ``fallback``       torch's CPU kernels as tasks in stream order, for every operator (``operators``
                    says which, ``arguments`` and ``outputs`` what a call is, ``views`` gives them
@@ -30,10 +30,10 @@ Who does what:
                    signature, and is what each costs.
 ``vendor``         operators that clients of torch_npu reach outside of it: ATB's, the selection.
 ``tasks``          Python's tasks of a stream, from the start to the exit; ``_tasks`` runs them.
-``checking``       the checks: what the machine's journal says, in words; ``_races`` reads it,
+``checking``       the checks, and the texts of what they find; ``_races`` reads the journal,
                    ``_lines`` has the lines of the program, ``modes`` sees torch's operators.
 ``touched``        which bytes of a tensor an operator with indices uses (``_ranges``).
-``faults``         the words for a host that follows a device pointer.
+``faults``         the message for a host that follows a device pointer.
 ``leaks``          which tensors are still there at the end.
 ``reports``        what was found, and where that is said.
 

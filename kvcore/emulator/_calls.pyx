@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of an operator: what it is by its signature, and the task that it becomes.
+"""A call of an operator: what follows from its signature, and the task that runs it.
 
 Everything that follows from shapes, strides, types and plain values is found at the first call with
 them and remembered (``Signature``): the device, how the outputs look, which tensors are the host's,
-how many bytes each has.  What is left for a call is to take addresses: the outputs are allocated,
-and CPU tensors over the bytes of the device's are the arguments of the CPU kernel.  Those tensors
-are kept by address (``Slot``), since an allocator hands the same addresses out again and again.
+how many bytes each has.  A later call only needs addresses: its outputs are allocated, and CPU
+tensors over the same bytes as the device's tensors are the arguments of the CPU kernel.  Those
+tensors are kept by address (``Slot``), since an allocator hands out the same addresses again.
 """
 
 cimport cython
@@ -44,7 +44,7 @@ cdef dict looks = {}
 
 
 def bind(dict torch, view, uintptr_t formats):
-    """Take what calls need of torch, and who makes CPU tensors over the device's bytes.
+    """Set the functions of torch that calls need, and what makes CPU tensors over device bytes.
 
     view:    called with (size, strides, dtype, bytes from first to last, address).
     formats: the address of the number of casts to a format of the device's own.
@@ -106,7 +106,7 @@ cdef class Look:
         self.options = {}
 
     cdef object made(self, int device):
-        """A new tensor of a device that looks so."""
+        """Make a new tensor on a device with this size, strides and dtype."""
         options = self.options.get(device)
         if options is None:
             options = {"dtype": self.dtype, "device": device_called(f"npu:{device}")}
@@ -164,7 +164,7 @@ cdef object view_of(Look look, int64_t address):
 
 @cython.final
 cdef class Spec:
-    """A tensor among the arguments; name: of one of which the operator uses some elements."""
+    """A tensor among the arguments; name: set when the operator uses only some of its elements."""
 
     cdef Look look
     cdef bint host, written
@@ -173,7 +173,7 @@ cdef class Spec:
 
 @cython.final
 cdef class Signature:
-    """What is known of calls whose arguments look alike.
+    """What is remembered of calls whose arguments have the same shapes, strides, types and values.
 
     device:  of the tensors among them; -1: there are none, and it is the current one.
     waits:   outputs depend on data, and the call waits for its stream.
@@ -225,7 +225,7 @@ cdef class Call(Task):
 
     target:  where its one result goes.  targets: where several go; None where nothing is new.
     keeps:   the result is kept for the caller, who waits for it.
-    late:    runs of tensors with gaps, which the machine was not told one by one.
+    late:    runs of tensors with gaps, which were not given to the machine one by one.
     spans:   (argument, address) of tensors of which it uses some elements.
     """
 
@@ -299,7 +299,7 @@ cdef class Kernel:
     # -- what a subclass does, once for a signature or in rare cases
 
     def prepare(self):
-        """At the first call: set what is said above."""
+        """At the first call: set the attributes above."""
         raise NotImplementedError
 
     def learn(self, args, kwargs):
@@ -310,11 +310,11 @@ cdef class Kernel:
         raise NotImplementedError
 
     def in_base_format(self, args, kwargs):
-        """The result of a call with tensors of the device's own formats; None: it has none."""
+        """The result of a call with tensors in formats of the device's own; None: none has one."""
         raise NotImplementedError
 
     def with_generator(self, args, kwargs, device):
-        """The call with a generator of the host."""
+        """The call, with a generator of the host in place of the device's."""
         raise NotImplementedError
 
     def waited(self, args, kwargs, device, stream, name):
@@ -322,7 +322,7 @@ cdef class Kernel:
         raise NotImplementedError
 
     def results(self, args, kwargs, new):
-        """What the call returns, where that is not one tensor."""
+        """The return value of a call, where that is not one tensor."""
         raise NotImplementedError
 
     def chosen(self, args, kwargs):
@@ -334,7 +334,7 @@ cdef class Kernel:
         raise NotImplementedError
 
     def text(self, args, kwargs):
-        """The operator with shapes and types of its tensors."""
+        """The operator's name with the shapes and types of its tensors, for reports."""
         raise NotImplementedError
 
     # -- a call
@@ -386,7 +386,7 @@ cdef class Kernel:
         cdef tuple hashed = tuple(key)
         try:
             found = self.signatures.get(hashed)
-        except TypeError:  # something that cannot be hashed: ask anew
+        except TypeError:  # an argument that cannot be hashed: nothing is remembered
             remembered = False
         if found is None:
             found = self.learned(args, kwargs, flat)
@@ -397,7 +397,7 @@ cdef class Kernel:
         return found
 
     cdef int look_at(self, object value, list key, list flat, bint by_value) except -1:
-        """Add what of an argument decides how the outputs look; the tensors one by one."""
+        """Add to the key what an argument contributes; tensors are collected one by one."""
         cdef object kind = type(value)
         if kind is Tensor or kind is Parameter or isinstance(value, Tensor):
             key.append(value.shape)
@@ -412,7 +412,7 @@ cdef class Kernel:
             for item in value:
                 self.look_at(item, key, flat, True)
         else:
-            # True is 1 and 1.0 in a table, and not to torch.
+            # As keys True, 1 and 1.0 are equal; to torch they are not.
             key.append(kind)
             if by_value or not (kind is float or kind is complex):
                 key.append(value)
@@ -477,7 +477,7 @@ cdef class Kernel:
         return self.results(args, kwargs, new)
 
     def refused_now(self, uintptr_t stream):
-        """Whether the stream is being captured, or updates what was: no call may wait."""
+        """Whether the stream is being captured, or updates a capture: then no call may wait."""
         return capturing() or updating(stream)
 
     def kept(self, tuple args, dict kwargs, uintptr_t stream, Name name):
@@ -526,7 +526,7 @@ cdef class Kernel:
         return task
 
     cdef int aim(self, Call task, list new, Signature signature, Touches* touches) except -1:
-        """The new tensors are what the task writes."""
+        """Enter the new tensors as what the task writes."""
         cdef Look look
         cdef int64_t address
         cdef Py_ssize_t i
@@ -550,7 +550,7 @@ cdef class Kernel:
 
     cdef object host(self, object value, Call task, list flat, list specs, Py_ssize_t* taken,
                      Touches* touches):
-        """An argument of the CPU kernel; tensors of the host count as they are now."""
+        """An argument as the CPU kernel gets it; a tensor of the host counts as it is now."""
         cdef Spec spec
         cdef int64_t address
         if taken[0] < len(flat) and value is flat[taken[0]]:
@@ -567,7 +567,7 @@ cdef class Kernel:
         return value
 
     cdef int note(self, Call task, Spec spec, int64_t address, Touches* touches) except -1:
-        """Say what the task touches: each run of a tensor with gaps, which are not its own."""
+        """Enter what the task touches: each run of a tensor with gaps, without the gaps."""
         cdef array.array pieces
         cdef Py_ssize_t i
         if not watched():

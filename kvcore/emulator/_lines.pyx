@@ -18,7 +18,7 @@ cdef dict numbers = {}
 
 
 def bind(uintptr_t line):
-    """Take the machine's functions, by address: kvdouble_line."""
+    """Set the address of the machine's function kvdouble_line."""
     global set_line
     set_line = <set_function>line
 
@@ -41,7 +41,7 @@ cdef uint64_t here(str name) except 0:
 
 
 cdef uint64_t current(str name) except 0:
-    """The line that this thread has said; where it has said none, the caller's, or ``name``."""
+    """The line that this thread has set; where it has set none, the caller's, or ``name``."""
     cdef uint64_t number = 0
     if set_line != NULL:
         number = set_line(0)
@@ -56,23 +56,23 @@ cdef str text_at(uint64_t number, str name):
 
 
 def begin(str name):
-    """Say that this thread's calls come from its caller's line; returns what ``end`` wants."""
+    """Set this thread's line to its caller's; returns the line before, for ``end``."""
     return 0 if set_line == NULL else set_line(here(name))
 
 
 def end(uint64_t before):
-    """Give the thread the line back that it had."""
+    """Set the thread's line back to the one that ``begin`` returned."""
     if set_line != NULL:
         set_line(before)
 
 
 def place(uint64_t number):
-    """(file, line) of a number; line 0: the file is the words for what has no line."""
+    """(file, line) of a number; with line 0 the "file" is a text for calls without a line."""
     return places[number] if number < <uint64_t>len(places) else places[0]
 
 
 def last():
-    """The number of this thread's line; after ``begin`` the one that it has just said."""
+    """The number of this thread's line; after ``begin`` the one that was just set."""
     cdef uint64_t number
     if set_line == NULL:
         return 0

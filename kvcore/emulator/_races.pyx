@@ -86,7 +86,7 @@ cdef class Item:
 
 @cython.final
 cdef class Known:
-    """A mark whose clock is known, as Order.waited wants it."""
+    """A mark whose clock is known, in the form that Order.waited takes."""
 
     cdef readonly object note
 
@@ -107,7 +107,7 @@ cdef array.array both(array.array one, array.array other):
 
 
 cdef class Found(Watch):
-    """A watch that hands each pair of unordered accesses on."""
+    """A watch that calls a function with each pair of unordered accesses."""
 
     cdef object report, race
 
@@ -149,7 +149,7 @@ cdef const int64_t[:, :] pairs(array.array numbers):
 cdef class Branches(Found):
     """The order inside one graph: each chain of nodes is a lane, and joins order them.
 
-    Its first replay is looked at, when it is known what every node touches.
+    Only its first replay is checked, once it is known what every node touches.
     """
 
     cdef list shape, lane_of, stamps
@@ -173,7 +173,7 @@ cdef class Branches(Found):
             tails[lane] = i
 
     cdef bint part(self, Item item) except -1:
-        """Enter a node and what stands before it; True when it was the last."""
+        """Enter a node and the nodes before it; True when it was the last one."""
         cdef Py_ssize_t i = item.number - self.first
         if item.number < self.first or i >= len(self.shape):
             return False  # of another replay
@@ -254,14 +254,14 @@ cdef class Races(Found):
     # -- reading
 
     def read(self):
-        """Take what the machine has entered; True when this thread has waited for the device."""
+        """Read what the machine has entered; True when this thread has waited for the device."""
         return self.read_and(None)
 
     cdef bint read_and(self, Item item) except -1:
-        """Read, and take an item of the host's own behind it."""
+        """Read what the machine has entered, and then take an item of the host's own."""
         cdef bint waited = False
         cdef uint64_t mine = get_ident()
-        if self.reader == mine:  # what a report does, or the collector meanwhile
+        if self.reader == mine:  # what a report does, or a collection meanwhile
             return False
         self.busy.acquire()
         self.reader = mine
@@ -284,8 +284,10 @@ cdef class Races(Found):
         return len(self.backlog)
 
     def tables(self):
-        """How much is remembered of what was done: a program that goes on doing the same needs no
-        more of it, but for ``records``, which are swept now and then.
+        """Sizes of everything that is remembered, by name.
+
+        A program that repeats itself makes none of them grow, except ``records``, from which what
+        is not needed any more is removed now and then.
         """
         return {
             "backlog": len(self.backlog),
@@ -452,7 +454,7 @@ cdef class Races(Found):
             known = self.marks.get(item.mark)
             if known is not None:
                 self.waited(item.lane, known)
-            else:  # of a replay that is still to come: order is not known, and nobody is accused
+            else:  # of a replay that is still to come: no order is known yet, so no report
                 self.unknown.setdefault(item.mark, []).append(item.lane)
                 for lane in range(1, len(self.stream_names)):
                     self.waited(item.lane, Known(self.marked(lane)))
@@ -522,7 +524,7 @@ cdef class Races(Found):
         return 0
 
     cdef int freed(self, Item item) except -1:
-        """Memory goes back: whoever is not ordered before that uses it after."""
+        """Memory is freed: an access that is not ordered before that is a use after free."""
         cdef int64_t start = item.writes.data.as_longlongs[0]
         cdef int64_t end = item.writes.data.as_longlongs[1]
         if self.check_memory and self.check_order:
@@ -561,7 +563,7 @@ cdef class Races(Found):
     # -- lines of calls that torch_npu makes in a thread of its own
 
     def note(self, uint64_t address, uint64_t line):
-        """A call that comes from this line has written, or will, to this address."""
+        """Note that a call from this line has written, or will write, to this address."""
         found = self.notes.get(address)
         if found is None:
             if len(self.notes) > 65536:
@@ -570,7 +572,7 @@ cdef class Races(Found):
         found.append(line)
 
     cdef int used(self, Item item) except -1:
-        """The call was made with its line after all: the note must not be taken for a later one."""
+        """Drop the note of a call that was entered with its line: no later call may use it."""
         cdef Py_ssize_t i
         if item.writes is None:
             return 0
@@ -609,7 +611,7 @@ cdef class Races(Found):
         return i > 0 and address < self.pinned_ends[i - 1]
 
     def host_touches(self, str name, uint64_t line, numbers, bint write):
-        """Torch's own operator on the host touches memory, in a host function or outside of one."""
+        """Enter what torch's own operator on the host touches, in a host function or outside."""
         cdef Item item
         cdef uint64_t number = self.current()
         if number:
@@ -627,7 +629,7 @@ cdef class Races(Found):
         self.read_and(item)
 
     def tell(self, uint64_t number, ranges):
-        """The bytes that a task of Python's uses in this run: [(array of pairs, write), ...]."""
+        """Enter the bytes that a Python task uses in this run: [(array of pairs, write), ...]."""
         found = self.told.get(number)
         if found is None:
             found = self.told[number] = deque()
@@ -636,7 +638,7 @@ cdef class Races(Found):
     # -- bytes that nobody has written
 
     def fresh(self, int64_t start, int64_t end):
-        """Memory is handed out: what was written there before counts no more."""
+        """Memory is allocated: what was written there before does not count any more."""
         cdef Item item = Item.__new__(Item)
         item.kind = NEW
         item.lane = DEVICE
@@ -685,12 +687,12 @@ cdef class Races(Found):
                 start = item.reads[i]
                 end = item.reads[i + 1]
                 if not self.device_start <= start < self.device_end:
-                    continue  # the host's, which it writes as it likes
+                    continue  # memory of the host, whose writes are not entered
                 k = bisect_right(self.written_ends, start)
                 if (k >= len(self.written_starts) or self.written_starts[k] > start
                         or self.written_ends[k] < end):
                     self.unwritten(item.name, stream, lines.place(item.line), start, end)
-                    self.fill(start, end)  # said once
+                    self.fill(start, end)  # reported once
         if item.writes is not None:
             for i in range(0, len(item.writes), 2):
                 self.fill(item.writes[i], item.writes[i + 1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects of Python's as tasks of the machine's streams.
+"""Python objects as tasks of the machine's streams.
 
 A stream's thread calls :func:`run` with a task, without the machine's lock, and takes the GIL for
 it; so a task must not wait for a stream, and nobody waits for a task with the GIL held (see
@@ -52,7 +52,7 @@ cdef Py_ssize_t num_held = 0
 def bind(dict addresses, words, reader):
     """Take the machine's functions and counters, by address.
 
-    words:  says what a code means that the machine has just returned in this thread.
+    words:  returns the text for a code that the machine has just returned in this thread.
     reader: the reader of the journal, None if there is none.
     """
     global machine_launch, machine_intern, machine_dropped, machine_failed, machine_updates
@@ -69,7 +69,7 @@ def bind(dict addresses, words, reader):
 
 
 def stop():
-    """Python ends: nothing is launched any more."""
+    """Note that Python ends: from now on nothing is launched."""
     global gone
     gone = True
 
@@ -106,13 +106,13 @@ cdef bint is_plain() noexcept with gil:
 
 
 cdef bint watched() noexcept:
-    """Whether somebody reads what tasks touch."""
+    """Whether a reader of the journal wants to know what tasks touch."""
     return races is not None
 
 
 @cython.final
 cdef class Name:
-    """What reports and errors call a task; the machine keeps the text for ever."""
+    """The address of a task's name for reports and errors; the machine keeps the text for ever."""
 
     def __init__(self, str text):
         self.text = text
@@ -120,10 +120,10 @@ cdef class Name:
 
 
 cdef class Task:
-    """Something to be done in stream order, on the stream's thread."""
+    """An operation in stream order, run on the stream's thread."""
 
     cdef int work(self) except -1:
-        """Do it; an error becomes a failed task."""
+        """Run the operation; an exception becomes a failed task."""
         return 0
 
     cdef object used(self):
@@ -136,7 +136,7 @@ cdef class Task:
 
 @cython.final
 cdef class Function(Task):
-    """A function without arguments."""
+    """A task that calls a function without arguments."""
 
     cdef object function
 
@@ -191,7 +191,7 @@ cdef int launch(uintptr_t stream, Name name, Task task, const uint64_t* touches,
     text:    if a graph captures it: the operator with shapes and types, which an update does not
              change; NULL: its name.
     for_waiters: a thread that waits for it may run it: it runs no code of Python's.
-    Raises StreamError with the machine's words when it refuses.
+    Raises StreamError with the machine's text when it refuses.
     """
     global last_number, num_held
     cdef int code
@@ -219,7 +219,7 @@ def queue(uintptr_t stream, Name name, function, numbers):
     """Queue a function without arguments.
 
     numbers: addresses, sizes and flags of what it touches, one after the other.
-    Raises StreamError with the machine's words when it refuses.
+    Raises StreamError with the machine's text when it refuses.
     """
     cdef Function task = Function.__new__(Function)
     cdef uint64_t[:] touches

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks: what the machine's journal says, in words, and what the host does by itself.
+"""The checks: reports of what the machine's journal shows, and what the host does by itself.
 
 ``begin`` starts with the machine: broken rules, frees, order and reads of fresh memory are found by
 ``_races`` from the journal, and become reports here.  ``watch`` follows when torch_npu has been
@@ -36,7 +36,7 @@ _tools: frozenset[str] = frozenset()
 #: Whether leakcheck wants to know where tensors are made.
 leaking: bool = False
 
-#: What is said of a call that torch_npu makes by itself.
+#: What reports say in place of a line for a call that torch_npu makes by itself.
 ITSELF = ("torch_npu's own call", 0)
 
 _SYNC = re.compile(
@@ -108,13 +108,13 @@ def settle() -> None:
 
 
 def settled() -> list[Report]:
-    """What was found when all that is queued has been done; failed tasks stay to be told."""
+    """What was found once all queued work is done; failed tasks are still to be reported."""
     machine.load().core.kvdouble_drain()
     settle()
     return collector.all()
 
 
-# -- words --------------------------------------------------------------------------------
+# -- texts --------------------------------------------------------------------------------
 
 
 def _race(
@@ -229,7 +229,7 @@ def _end() -> None:
     try:
         with open(os.environ.get(STATUS, ""), "a") as file:
             file.write(f"{number} {races.tasks}\n")
-    except OSError:  # there is no `kvcore emulate` above that wants to know
+    except OSError:  # not started by `kvcore emulate`, so nobody reads the count
         print(collector.summary(), file=sys.stderr)
 
 
@@ -286,7 +286,7 @@ _GRAPH = {"capture_begin": False, "capture_end": False, "replay": False, "reset"
 
 
 def watch() -> None:
-    """torch_npu is imported: see its calls, in this thread and in those that start from now on."""
+    """Watch torch_npu's calls, in this thread and in threads that start from now on."""
     if races is None:
         return
     import torch_npu  # type: ignore[import-not-found,unused-ignore]
@@ -333,7 +333,7 @@ def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _launching(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A launch of a host function, whose operators are seen when it runs."""
+    """Launch a host function whose operators are watched when it runs."""
     from kvcore.emulator import modes
 
     def launch(stream: Any, host_function: Callable[..., Any], data: Any) -> Any:

@@ -32,7 +32,7 @@ __all__ = [
 SOCS = ("A2", "A3", "950")
 CHECKS = ("off", "report", "raise")
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck", "leakcheck")
-#: Without being asked for; the two others are of programs that are finished, and cost more.
+#: The tools that run by default; the two others suit finished programs, and cost more.
 DEFAULT_TOOLS = TOOLS[:3]
 
 SOC = "KVCORE_EMULATE"
@@ -98,7 +98,7 @@ def tools_of(text: str) -> tuple[str, ...]:
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Settings | None:
-    """What a parent asked its children to start, None if nobody did."""
+    """The settings that a parent process left for its children; None if there are none."""
     soc = environ.get(SOC, "").strip()
     if not soc:
         return None
@@ -121,7 +121,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Settings | None
 
 
 def variables(settings: Settings) -> dict[str, str]:
-    """What a process needs to be, and its children to become, such a machine."""
+    """The variables with which a process, and its children, are such a machine."""
     home = str(HOME)
     made = {
         "ASCEND_HOME_PATH": home,

@@ -106,7 +106,7 @@ def _say_what_is_plain() -> None:
 
 
 def pass_on() -> None:
-    """Have torch_npu's queue of this device hand over all that was called."""
+    """Wait until torch_npu's queue of this device has launched all that was called."""
     _npu_getCurrentRawStream(torch_npu.npu.current_device())
 
 
@@ -127,7 +127,7 @@ class Kernel(_calls.Kernel):
         self.special = special
 
     def prepare(self) -> None:
-        """At the first call: most operators are never called, and each has much to be asked for."""
+        """Set the attributes at the first call: most operators are never called."""
         if self.overload is None:
             if not operators.has_kernel(self.short):  # only other devices have it
                 raise RuntimeError(
@@ -256,7 +256,7 @@ class Kernel(_calls.Kernel):
     def with_generator(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], device: int
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call with a generator of the host that continues the device's."""
+        """The call, with a generator of the host that continues the device's."""
         given = kwargs.get("generator")
         position = self.names.index("generator") if "generator" in self.names else -1
         if 0 <= position < len(args):
@@ -299,7 +299,7 @@ class Kernel(_calls.Kernel):
         stream: int,
         name: _tasks.Name,
     ) -> Any:
-        """The call waits for its stream, and its results go into new tensors."""
+        """Make a call that waits for its stream, and put its results into new tensors."""
         if self.refused_now(stream):
             raise RuntimeError(
                 f"{name.text}: the output depends on data, which no capture has; the device "

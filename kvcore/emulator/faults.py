@@ -17,10 +17,10 @@ _watching = False
 
 
 def watch() -> None:
-    """Have words and the line of Python on stderr before the process ends of it.
+    """Have a message and the line of Python on stderr before the process ends.
 
-    Python's faulthandler prints the line; it is turned on where it was not.  Whoever turns it on
-    again, as pytest does, must not come before the machine's own words.
+    Python's faulthandler prints the line; it is turned on where it was not.  When it is
+    turned on again, as pytest does, the machine's own message still comes first.
     """
     global _watching
     if not faulthandler.is_enabled():

@@ -31,7 +31,7 @@ def when_imported() -> None:
 
 
 def _complete() -> None:
-    # Who waits for a mutex inside torch_npu must not hold the GIL that a task needs: cann/python.c.
+    # A thread that waits for a mutex inside torch_npu must not hold the GIL: cann/python.c.
     machine.load().core.kvdouble_patch(b"libtorch_npu.so")
     from kvcore.emulator import checking, fallback, vendor
 
@@ -54,7 +54,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """torch_npu's own loader, and then ours."""
+    """torch_npu's own loader, followed by the machine's part of the import."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -82,7 +82,7 @@ def build_fault() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Wheels:
-    """Versions of the two packages as installed, without importing them; None: not installed.
+    """Versions of torch and torch_npu as installed, without importing them; None: not installed.
 
     wanted: the version of torch that torch_npu asks for, "" if it names none.
     build:  what torch was built for: "cpu", "cu126", ...
@@ -139,7 +139,7 @@ def _wanted_torch() -> str:
 
 
 def _built_for() -> str:
-    """From torch's own file of versions: importing torch would load torch_npu."""
+    """Read torch's file of versions: importing torch would load torch_npu."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return "cpu"
@@ -155,5 +155,5 @@ def _built_for() -> str:
 
 
 def wheels() -> Wheels:
-    """What pip knows of torch and torch_npu in this environment."""
+    """The versions of torch and torch_npu that pip has installed in this environment."""
     return Wheels(_version("torch"), _version("torch_npu"), _wanted_torch(), _built_for())

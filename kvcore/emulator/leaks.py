@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""leakcheck: what the program never gave back, by the line that made it.
+"""leakcheck: the tensors that a program never freed, by the line that made them.
 
 Device memory comes in large pieces that torch_npu's allocator divides, and the allocator gives
 nothing back by itself; what counts is which of its blocks still belong to a tensor.
@@ -20,7 +20,7 @@ _places: dict[int, tuple[int, str]] = {}
 
 
 def made(address: int, line: int, operator: str) -> None:
-    """An operator has returned new memory of the device."""
+    """Note the line of an operator that has returned new device memory."""
     _places[address] = (line, operator)
 
 

@@ -67,7 +67,7 @@ class Machine:
             function.argtypes = arguments
 
     def become(self, settings: Settings, memory: int, budget: int) -> None:
-        """Take the settings; of a machine on which nothing was done yet.
+        """Apply the settings to a machine on which nothing was done yet.
 
         memory: bytes of each device.  budget: bytes of all devices and pinned memory together.
         """
@@ -80,7 +80,7 @@ class Machine:
         self.core.kvdouble_lenient_texts(True)
 
     def address(self, name: str) -> int:
-        """Where a function or a counter of the machine's lies, for compiled callers."""
+        """The address of a function or a counter of the machine, for compiled callers."""
         found = ctypes.cast(getattr(self.core, name), c_void_p).value
         assert found is not None
         return found

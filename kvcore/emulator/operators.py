@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of torch's operators get a fallback kernel, and how each behaves."""
+"""Which operators of torch get a fallback kernel, and how each behaves."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def _schema_named(name: str) -> Any:
 
 
 def _is_view(schema: Any) -> bool:
-    """Whether it returns a view of an argument that it does not write."""
+    """Whether the operator returns a view of an argument that it does not write."""
     return any(ret.alias_info and not ret.alias_info.is_write for ret in schema.returns)
 
 
 def _is_of_memory(name: str, schema: Any) -> bool:
-    """Whether it takes a storage or a stream; torch names such overloads after it."""
+    """Whether the overload takes a storage or a stream, after which torch names it."""
     if "storage" not in name.lower() and "stream" not in name:
         return False
     return any("Storage" in str(a.type) or "Stream" in str(a.type) for a in schema.arguments)
@@ -107,7 +107,7 @@ def names() -> Iterator[str]:
 
 
 def overloads() -> Iterator[tuple[str, Any]]:
-    """(name, overload) of each."""
+    """(name, overload) of each operator."""
     for name in names():
         yield name, overload_of(name)
 
@@ -174,7 +174,7 @@ def waits_for_masks(overload: Any) -> bool:
 
 
 def is_random(overload: Any) -> bool:
-    """Whether it draws numbers from a generator."""
+    """Whether the operator draws numbers from a generator."""
     return torch.Tag.nondeterministic_seeded in overload.tags or any(
         argument.name == "generator" for argument in schema_of(overload).arguments
     )
@@ -190,7 +190,7 @@ def with_generator(overload: Any) -> Any:
 
 
 def takes_host_indices(overload: Any) -> bool:
-    """Whether its tensors of indices may be the host's, as in torch."""
+    """Whether its index tensors may be on the host, as in torch."""
     return _short(overload).partition(".")[0] in (
         "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index",
         "_unsafe_index_put",

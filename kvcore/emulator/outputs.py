@@ -2,8 +2,8 @@
 """How the outputs of an operator's call look, before it runs.
 
 The operator's meta kernel says it.  Many of those are written in Python, and the first that runs
-imports torch's compiler, which takes longer than the machine takes to start.  Until somebody else
-has imported that, small calls are asked of the CPU kernel itself, on zeros.
+imports torch's compiler, which takes longer than the machine takes to start.  Until the program
+has imported that, small calls run the CPU kernel itself on zeros instead.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def asked(
         if sum(t.numel() for t in given) <= _SMALL:
             try:
                 return _asked_on("cpu", run, args, kwargs, out_names, returns)
-            except Exception:  # zeros may be wrong for it, and the meta kernel says what is
+            except Exception:  # zeros may be wrong arguments for it; the meta kernel then decides
                 pass
     return _asked_on("meta", run, args, kwargs, out_names, returns)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine found wrong with the program that runs on it, and where that is said.
+"""What the machine found wrong with the program that runs on it, and where that is reported.
 
 A report is printed on stderr when it is found, kept for ``reports()``, written into the JSON file
 of ``--report``, and counted for the status of ``kvcore emulate``.  Equal ones are counted.
@@ -84,7 +84,7 @@ class Collector:
         self.left_out = 0
 
     def add(self, key: object, report: Report, *, raising: bool = True) -> None:
-        """Something was found.
+        """Add what was found, or count it when it is known already.
 
         key:     equal for reports that are one and the same.
         raising: whether check="raise" raises it; False where the call has failed already.
@@ -116,7 +116,7 @@ class Collector:
         return bool(self._to_raise)
 
     def raise_found(self, place: tuple[str, int] | None) -> None:
-        """Raise what was found: with a place only what was found of a call from there, else all."""
+        """Raise what was found: with a place only what a call from there did, else everything."""
         with self._lock:
             mine = [r for r, line in self._to_raise if place is None or line == place]
             if not mine:
@@ -127,13 +127,13 @@ class Collector:
         _fail(mine)
 
     def all(self) -> list[Report]:
-        """In order of first appearance."""
+        """The reports in order of first appearance."""
         with self._lock:
             return list(self._found.values())
 
     @contextlib.contextmanager
     def expected(self) -> Iterator[list[Report]]:
-        """What is found meanwhile goes into the list that this yields, and nowhere else."""
+        """Collect what is found in the block in the list that this yields, and nowhere else."""
         found: dict[Any, Report] = {}
         made: list[Report] = []
         with self._lock:
@@ -148,7 +148,7 @@ class Collector:
     # -- files
 
     def write(self) -> None:
-        """The JSON file of this process, whole or not at all."""
+        """Write the JSON file of this process, whole or not at all."""
         if self.file is None:
             return
         data = {
@@ -166,7 +166,7 @@ class Collector:
             self.file = None
 
     def summary(self) -> str:
-        """The line at the end."""
+        """The summary that is printed when the process ends."""
         number = sum(report.count for report in self.all())
         left_out = f", {self.left_out} more left out" if self.left_out else ""
         return (

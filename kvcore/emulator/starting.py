@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting the machine in this process: what must hold, in order, and each refusal in words."""
+"""Starting the machine in this process: its conditions, in order, each with its error."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def start(
     cannot run here, is imported already, or the machine runs already with other settings.  Where
     ``kvcore emulate`` started it with the same settings, a call changes nothing.
     """
-    if isinstance(tools, str):  # of which every character would be taken for a name
+    if isinstance(tools, str):  # a string would be read as one name for each character
         tools = (tools,)
     settings = Settings(soc, devices, memory, check, tuple(tools), report)
     if _running is not None:
@@ -109,7 +109,7 @@ def begin_as_asked() -> None:
 
 
 def begin(settings: Settings, *, from_environment: bool) -> Running:
-    """The same, of settings that were checked."""
+    """Start the machine with settings that were checked."""
     global _running
     for fault in (
         installed.platform_fault(),

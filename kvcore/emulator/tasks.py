@@ -36,7 +36,7 @@ def prepare() -> None:
 
 
 def failure(code: int) -> str:
-    """The machine's words for a code that it has just returned in this thread."""
+    """The machine's text for a code that it has just returned in this thread."""
     text: bytes | None = machine.load().core.aclGetRecentErrMsg()
     return f"{code}" if text is None else text.decode(errors="replace")
 

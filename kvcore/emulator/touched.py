@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which elements of a tensor an operator with indices uses: known when it runs, and only then.
+"""Which elements of a tensor an operator with indices uses; that is known only when it runs.
 
 A KV cache is one tensor, of which one stream writes some blocks while another reads others: to take
 such an operator for one that uses the whole tensor would accuse correct programs.  Torch's own
-operators are here; references of torch_npu's say it beside what they compute (``Special.used``).
+operators are here; a reference of a torch_npu operator has its own rule (``Special.used``).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def pages(cache: Any, axis: int, table: Any, lengths: Sequence[int]) -> list[Ele
     """The first tokens of each request in a paged cache [blocks, ...].
 
     axis: that of a block's tokens.  table: [requests, columns], blocks; what lies outside of the
-    cache is nobody's.  lengths: tokens of each request, from its first block's first on.
+    cache is left out.  lengths: tokens of each request, from its first block's first on.
     """
     size, count = cache.shape[axis], cache.shape[0]
     stride, step = cache.stride(0), cache.stride(axis)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that clients of torch_npu reach outside of it: of ATB, of a recipe, of vllm-ascend.
+"""Operators that clients reach outside of torch_npu: those of ATB, a recipe, and vllm-ascend.
 
 ATB's library is a package of its own, without which torch_npu defines none of its operators; the
 others come with libraries that are built on the device.  Where nobody has defined them, they are
@@ -234,7 +234,7 @@ _OPERATORS = (
 
 
 def define() -> None:
-    """Define what nobody has defined; torch_npu is imported."""
+    """Define the operators that no library has defined; torch_npu is imported."""
     absent = {
         space: not hasattr(getattr(torch.ops, space), name)
         for space, name in (

@@ -18,7 +18,7 @@ __all__ = ["Views", "span"]
 
 
 class Views:
-    """Makes the views.
+    """Makes CPU tensors over the bytes of the device.
 
     start, end: device addresses.  swapped: from here on they are the device's view of registered
     host memory, whose bytes are the host's.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host functions and callbacks in stream order (page 1.7).
+// Host functions and callbacks in stream order (section 1.7).
 #include "machine.h"
 
 #include <stdlib.h>

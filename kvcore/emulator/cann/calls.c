@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who lives, what was broken, what was called, what is ordered to fail, and what is said of it.
+// Live handles, broken rules, recorded calls, failures that tests order, and the texts of errors.
 #include "machine.h"
 
 #include <errno.h>

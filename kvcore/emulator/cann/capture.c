@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Capture and replay (page 1.8).  A graph keeps its tasks in the order they were captured, which
+// Capture and replay (section 1.8).  A graph keeps its tasks in the order they were captured, which
 // respects every dependency; a replay runs them one after the other.
 #include "machine.h"
 

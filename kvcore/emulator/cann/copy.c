@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies and fills (page 1.4, 5.8).  The addresses decide, not the kind.
+// Copies and fills (section 1.4, 5.8).  The addresses decide, not the kind.
 #include "machine.h"
 
 #include <stdlib.h>
@@ -59,8 +59,8 @@ static int locate(const void *address, size_t span, const char *what, enum place
 
 static bool on_host(enum place p) { return p == PAGEABLE || p == PINNED; }
 
-// 5.8: a synchronous copy or fill does not wait for streams, so none may still use these bytes: tasks
-// that read beside a reader are no fault, nor is another part of one allocation.
+// 5.8: a synchronous copy or fill does not wait for streams, so none may still use these bytes: two
+// readers are no fault, nor is another part of one allocation.
 static void check_idle(const void *address, size_t size, bool write, const char *what) {
     if (kvd_journal_on()) return;  // the order of the launches decides, not what has passed by now
     struct task *t = kvd_pending(address, size, write);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Init, devices, contexts, what a device is (page 1.2, 1.3, 3).
+// Init, devices, contexts, what a device is (section 1.2, 1.3, 3).
 #include "machine.h"
 
 #include <stdio.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Events (page 1.6, 5.8).  Recording takes the event first, waiting takes the stream first.
+// Events (section 1.6, 5.8).  Recording takes the event first, waiting takes the stream first.
 #include "machine.h"
 
 #include <stdlib.h>

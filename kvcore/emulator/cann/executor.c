@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two phases and what lies between them (page 5.1, 5.2, 5.6).
+// The two phases and what lies between them (section 5.1, 5.2, 5.6).
 #include "machine.h"
 
 #include <sys/uio.h>

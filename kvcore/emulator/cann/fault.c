@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The host follows a device pointer: words on stderr, and the process ends as it would without them.
-// The handler takes itself away and returns, so that the same instruction meets whoever stood there
-// before: Python's faulthandler, which prints the lines, or the system.
+// The host follows a device pointer: a message on stderr, and the process ends as it would without.
+// The handler takes itself away and returns, so that the same instruction meets the handler that was
+// there before: Python's faulthandler, which prints the lines, or the system.
 #include "machine.h"
 
 #include <signal.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// aclnnGatherPaKvCache (page 1.10, 5.4, 5.7).
+// aclnnGatherPaKvCache (section 1.10, 5.4, 5.7).
 #include "machine.h"
 
 #include <string.h>

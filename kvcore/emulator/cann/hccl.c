@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Collectives of one rank (CANN's hccl/hccl.h).  One process is one machine, and no other rank can
-// be reached: a communicator of more is refused in words.
+// be reached: a communicator of more is refused, with a message.
 #include "machine.h"
 
 #include <stdlib.h>

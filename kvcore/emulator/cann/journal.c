@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The journal: what was launched, recorded, waited for, touched and broken, in the order in which the
-// calls were made.  Python reads it and finds the races (../_checking.pyx); the machine only writes,
+// calls were made.  Python reads it and finds the races (../_races.pyx); the machine only writes,
 // so that no call of the interface waits for the interpreter.
 //
 // Bytes that an operator's indices choose are known when it has run: such a task is entered as "late",

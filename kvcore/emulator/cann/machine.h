@@ -26,7 +26,7 @@ bool kvd_wait(const struct timespec *deadline);
 void kvd_notify(void);    // wakes who waits so
 void kvd_wake_all(void);  // and every stream
 
-// -- books.c: handles, violations, calls, faults, texts -------------------------------------------
+// -- calls.c: handles, violations, calls, faults, texts -------------------------------------------
 
 enum kind {
     H_CONTEXT, H_STREAM, H_STREAM_CONFIG, H_EVENT, H_GRAPH, H_TASK_GROUP, H_TENSOR, H_INT_ARRAY,
@@ -314,7 +314,7 @@ struct entry {
     bool late;
 };
 
-enum { RANGE_WRITE = 1, RANGE_SPAN = 2 };  // SPAN: some bytes of it, which are told later
+enum { RANGE_WRITE = 1, RANGE_SPAN = 2 };  // SPAN: some bytes of it, named later
 
 struct range {
     uint64_t start, end, flags;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Allocations and registrations (page 1.4, 5.8, 5.9).  A device address is a number inside a range
+// Allocations and registrations (section 1.4, 5.8, 5.9).  A device address is a number inside a range
 // that no thread may read or write: host code that follows one dies at once.  Addresses are never
 // used twice.  The bytes lie in a second range of the same size, the alias, at a constant distance
 // from the first: kernels, copies and other tasks reach them there, and tensors that torch makes

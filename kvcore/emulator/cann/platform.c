@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What torch_npu asks a machine beside memory and streams: options that are kept and given back,
+// What torch_npu asks of a machine apart from memory and streams: options that are kept and given back,
 // limits, logs, dumps.  Prototypes as in CANN's public headers (acl/acl_rt.h, acl/acl_mdl.h,
 // acl/acl_op_compiler.h); what the machine has not is refused, with a text that says so.
 #include "machine.h"

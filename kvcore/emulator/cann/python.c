@@ -68,8 +68,8 @@ void *kvd_swap_python(void *state) {
     return before;
 }
 
-// torch starts the machine in a child process (entry points of torch.backends), unless it was told to
-// load no back end by itself: then aclInit, of the thread that uses torch_npu first, is the chance.
+// torch starts the machine in a child process (entry points of torch.backends), unless a variable
+// tells it to load no back end: then aclInit, of the thread that uses torch_npu first, is the chance.
 // It is the one function that may take the GIL: once, before there is anything to wait for.
 void kvd_complete_machine(void) {
     static bool asked;
@@ -93,8 +93,8 @@ struct python_task {
     char *text;
 };
 
-// Objects whose tasks were dropped, for Python to let go of: whoever drops one may hold the machine's
-// lock.
+// Objects whose tasks were dropped, for Python to let go of: the thread that drops one may hold the
+// machine's lock.
 static void **dropped;
 size_t kvdouble_num_dropped;  // Python looks at it before it asks
 static size_t room_dropped;
@@ -135,7 +135,7 @@ static void describe(const struct task *t, char *text, size_t size) {
     snprintf(text, size, "%s", p->text ? p->text : t->symbol);
 }
 
-// From within a task: the words for its failure.
+// From within a task: the text of its failure.
 void kvdouble_task_failed(const char *text) { kvd_fault_text(text); }
 
 void kvd_leave_python(void) {

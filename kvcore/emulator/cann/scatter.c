@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// aclnnScatterPaKvCache and aclnnScatterPaCache (page 1.10, 5.4-5.7): every scenario, and what the
+// aclnnScatterPaKvCache and aclnnScatterPaCache (section 1.10, 5.4-5.7): every scenario, and what the
 // kernels of each SoC make of views.
 #include "machine.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// aclnnGatherSelectionKvCache (page 1.10, 5.10; the rules by number are those of operators.md).
+// aclnnGatherSelectionKvCache (section 1.10, 5.10; the rules by number are those of operators.md).
 #include "machine.h"
 
 #include <stdio.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Streams (page 1.5, 5.8): a thread each, first in first out.  Unless told to be eager, a stream
+// Streams (section 1.5, 5.8): a thread each, first in first out.  Unless it is eager, a stream
 // does its work as late as the interface allows: when somebody waits for it.  So a missing wait, or
 // memory freed too soon, shows on every run and not only on an unlucky one.
 //
@@ -676,7 +676,7 @@ void kvd_sync_all(int device) {
     }
 }
 
-// Waits for every device; what failed is told by the program's own next wait.
+// Waits for every device; what failed is reported by the program's own next wait.
 void kvdouble_drain(void) {
     pthread_mutex_lock(&kvd_lock);
     for (int device = 0; device < kvd_settings.devices && !kvdouble_forked(); device++)
@@ -707,7 +707,7 @@ int aclrtStreamQuery(void *stream, int *status) {
         return leave(violate(RT_STREAM_CAPTURED, "1.8", "the stream is being captured"));
     }
     *status = s->done < s->enqueued;  // 2: StreamStatus COMPLETE 0, NOT_READY 1
-    if (!*status) kvd_drain(s, s->enqueued, -1);  // for the journal: whoever asked knows now
+    if (!*status) kvd_drain(s, s->enqueued, -1);  // for the journal: the host knows now
     kvd_allow(s, s->enqueued);
     return leave(OK);
 }

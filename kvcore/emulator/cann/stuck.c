@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Queues that can never run.  A wait for an event or a word is for something that was launched, or
 // will be.  What is launched only behind the wait itself, or behind another that waits for this one,
-// never comes: told as soon as the host waits for it.  What nobody has launched could still come from
-// another thread: told when nothing was launched for a while.  Then the wait is given up as a failed
-// task, and whoever waited gets the error instead of hanging.
+// never comes: found as soon as the host waits for it.  What nobody has launched could still come from
+// another thread: found when nothing was launched for a while.  Then the wait is given up as a failed
+// task, and the thread that waited gets the error instead of hanging.
 #include "machine.h"
 
 #include <stdio.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// aclTensor, aclIntArray, aclTensorList (page 1.9, 5.3).  What is wrong with a tensor is recorded
+// aclTensor, aclIntArray, aclTensorList (section 1.9, 5.3).  What is wrong with a tensor is recorded
 // when it is made, and phase one refuses it.
 #include "machine.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Update of captured tasks (page 1.8).  What is launched on a stream between the beginning and the end
+// Update of captured tasks (section 1.8).  What is launched on a stream between the beginning and the end
 // of an update is not run: its tasks take the place of a group's, in stream order, so replays launched
 // before keep what they had as far as events order them.  The operators, their number, and the shapes
 // and types of their tensors stay; addresses and values are new.

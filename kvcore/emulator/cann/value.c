@@ -44,7 +44,7 @@ static void let_on(void *stream, void *unused) {
     kvd_allow(s, s->enqueued);
 }
 
-// Which stream will write is not known: all get on, and whoever launches later is seen in a moment.
+// Which stream will write is not known: all go on, and a later launch is seen in a moment.
 static int wait_for_word(struct task *t) {
     const struct word *w = t->data;
     pthread_mutex_lock(&kvd_lock);
