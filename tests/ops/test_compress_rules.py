@@ -413,14 +413,6 @@ def test_an_input_may_not_lie_in_a_cache() -> None:
     )
 
 
-def test_caches_must_be_writable() -> None:
-    a = legal(5, "Rope")
-    a["value_cache"].flags.writeable = False
-    check_refused(
-        a, ParamInvalidError, "value_cache: expected a writable array, got a read-only one"
-    )
-
-
 def test_shapes_no_memory_holds_are_refused_without_a_wrap() -> None:
     """Repeated items make arrays of any size: counts must not wrap, and nothing may hang."""
     count = 2**44

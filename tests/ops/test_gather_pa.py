@@ -211,18 +211,12 @@ def as_array(*values: int) -> Array:
     return np.array(values, np.int32)
 
 
-@pytest.mark.parametrize("name", ["key_cache", "block_tables", "seq_lens", "key"])
-def test_required_arrays(name: str) -> None:
-    refuse(call(**{name: None}), name, f"^{name}: expected", null=True)
-
-
 @pytest.mark.parametrize("name", ["value_cache", "value"])
 def test_half_a_value_lane(name: str) -> None:
     refuse(call(**{name: None}), name, rf"^{name}: expected an array beside value", null=True)
 
 
 BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
-    ("text for an array", {"key": "key"}, "key", r"expected an array"),
     ("a column too many", {"seq_lens": as_array(0, 13), "key": np.zeros((13, 2, 16), np.float16),
       "value": np.zeros((13, 2, 8), np.float16)}, "block_tables", "at least 4 columns .* got 3"),
     ("block past the cache", {"block_tables": np.array([[1, 0, 0], [0, 6, 4]], np.int32)},
@@ -239,9 +233,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     ("lengths of another shape", {"seq_lens": as_array(3, 5, 0)}, "seq_lens", r"shape \[2\]"),
     ("offsets of another shape", {"seq_offset": as_array(0)}, "seq_offset", r"shape \[2\]"),
     ("table of rank 1", {"block_tables": as_array(1, 2)}, "block_tables", r"shape \[B, M\]"),
-    ("index type", {"seq_lens": np.array([3, 5], np.int16)}, "seq_lens", "int32 or int64"),
     ("mixed index types", {"seq_lens": np.array([3, 5])}, "seq_lens", "dtype int32"),
-    ("float lengths", {"seq_lens": np.array([3.0, 5.0])}, "seq_lens", "int32 or int64"),
     ("cache of rank 3", {"key_cache": np.zeros((6, 4, 32), np.float16)}, "key_cache",
      r"shape \[nb, bs, H, D\]"),
     ("key of rank 2", {"key": np.zeros((8, 32), np.float16)}, "key", r"\[sum of lengths, H, D\]"),
@@ -253,8 +245,6 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     ("heads of value", {"value_cache": np.zeros((6, 4, 1, 8), np.float16),
       "value": np.zeros((8, 1, 8), np.float16)}, "value_cache", "blocks, block size and heads"),
     ("dtype of key", {"key": np.zeros((8, 2, 16), np.float32)}, "key", "dtype float16"),
-    ("no data type", {"key": np.zeros((8, 2, 16), np.complex64)}, "key", "a dtype among"),
-    ("dtype word", {"dtype": "float17"}, "dtype", "one of"),
     ("dtype that does not fit", {"dtype": "int8"}, "dtype", "raw unsigned"),
     ("mode", {"cache_mode": "norm"}, "cache_mode", "'Norm', 'PA_NZ', 'NHSD'"),
     ("cumsum flag", {"is_seq_lens_cumsum": 1}, "is_seq_lens_cumsum", "True or False"),
@@ -265,8 +255,6 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
      "seq_lens", "sum to 8"),
     ("totals that decrease", {"is_seq_lens_cumsum": True, "seq_lens": as_array(0, 3, 2)},
      "seq_lens", r"seq_lens\[2\]: expected at least seq_lens\[1\] = 3"),
-    ("threads", {"num_threads": 0}, "num_threads", "1 to"),
-    ("soc", {"soc": "A4"}, "soc", "'A2'"),
 ]  # fmt: skip
 
 
@@ -316,10 +304,7 @@ def test_nz_shapes() -> None:
         refuse(nz_call() | changes, argument, f"^{argument}: expected")
 
 
-def test_read_only_and_overlapping_outputs() -> None:
-    a = call()
-    a["key"].flags.writeable = False
-    refuse(a, "key", "writable")
+def test_folded_and_overlapping_outputs() -> None:
     folded = np.lib.stride_tricks.as_strided(np.zeros(300, np.float16), (8, 2, 16), (32, 32, 2))
     refuse(call(key=folded), "key", "bytes of their own")
     slab = np.zeros(4000, np.float16)

@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 import kvcore
 import oracle
-from refusal import NO_ARRAYS, BadIndex, Call, Index
+from refusal import BadIndex, Call, Index
 
 LAYERS, BATCH, MAX_SEQ, HIDDEN = 2, 3, 6, 8
 SEQ_LEN, TOKEN_OFFSET = [2, 0, 3], [2, 0, 6]
@@ -178,19 +178,6 @@ def test_sum_that_wraps() -> None:
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-@pytest.mark.parametrize("thing", NO_ARRAYS, ids=lambda thing: type(thing).__name__)
-def test_no_array(name: str, thing: Any) -> None:
-    if name == "layer_id" and isinstance(thing, int | np.int64) and not isinstance(thing, bool):
-        thing = 3
-    call().refused(name, "array|readable|layer", **{name: thing})
-
-
-@pytest.mark.parametrize("name", ARRAYS)
-def test_none(name: str) -> None:
-    call().refused(name, "got None", kvcore.ParamNullError, **{name: None})
-
-
-@pytest.mark.parametrize("name", ARRAYS)
 def test_rank(name: str) -> None:
     made = call()
     own = made.arrays[name]
@@ -218,14 +205,6 @@ def test_hidden_size(shape: tuple[int, ...]) -> None:
     made.refused(blames, new_kv=filled(*shape))
 
 
-@pytest.mark.parametrize("name", ["new_kv", "past"])
-@pytest.mark.parametrize("dtype", ["float64", "int64", "bool", "O", "c8", "V2"])
-def test_dtype_that_no_operator_moves(name: str, dtype: str) -> None:
-    made = call()
-    bad = np.zeros(made.arrays[name].shape, dtype)
-    made.refused(name, "dtype among", unreadable=True, **{name: bad})
-
-
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int16", "uint16"])
 def test_mixed_dtypes(dtype: str) -> None:
     made = call()
@@ -233,21 +212,15 @@ def test_mixed_dtypes(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["layer_id", "token_offset", "seq_len"])
-def test_index_dtypes(name: str) -> None:
+def test_index_dtypes_that_differ(name: str) -> None:
     made = call()
-    own = made.arrays[name]
-    for dtype in ("int16", "uint32", "float32", "bool", "O"):
-        made.refused(name, "int32 or int64", unreadable=True, **{name: own.astype(dtype)})
     blames = "token_offset" if name == "layer_id" else name
-    made.refused(blames, "dtype int", **{name: own.astype(np.int64)})
+    made.refused(blames, "dtype int", **{name: made.arrays[name].astype(np.int64)})
 
 
-def test_outputs() -> None:
+def test_folded_outputs() -> None:
     made = call()
     past = made.arrays["past"]
-    frozen = past.view()
-    frozen.flags.writeable = False
-    made.refused("past", "writable", past=frozen)
     for strides in ((0, 96, 16, 2), (288, 0, 16, 2), (288, 96, 14, 2), (288, 80, 16, 2)):
         folded = as_strided(np.zeros(2000, np.float16), past.shape, strides)
         made.refused("past", "bytes of their own", past=folded)
@@ -276,16 +249,6 @@ def test_tokens_between_the_rows_of_the_cache() -> None:
     assert (rows[:, :, 1::2] == 7).all()
     assert rows[1, :, ::2].sum() == 7 * TOKENS * HIDDEN
     assert not rows[0, :, ::2].any()
-
-
-@pytest.mark.parametrize("kind", ["float64", "nonsense", 5, object(), b"int8", ["int8"]])
-def test_dtype_name(kind: Any) -> None:
-    call().refused("dtype", "one of float16", dtype=kind)
-
-
-@pytest.mark.parametrize("keyword", ["num_threads", "soc", "backend"])
-def test_other_keywords(keyword: str) -> None:
-    call().refused(keyword, **{keyword: -1})
 
 
 def test_layers_of_an_odd_stride() -> None:
