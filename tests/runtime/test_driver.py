@@ -142,7 +142,7 @@ def test_many_threads_launch_on_one_stream(make: Make) -> None:
         stream = dev.stream()
 
         def launch(me: int) -> None:
-            for i in range(50):
+            for i in range(250):
                 stream.call(ran.append, (me, i))
 
         threads = [threading.Thread(target=launch, args=(i,)) for i in range(4)]
@@ -151,9 +151,9 @@ def test_many_threads_launch_on_one_stream(make: Make) -> None:
         for thread in threads:
             thread.join()
         stream.synchronize_blocking()
-    assert len(ran) == 200
+    assert len(ran) == 1000
     for me in range(4):
-        assert [i for who, i in ran if who == me] == list(range(50))
+        assert [i for who, i in ran if who == me] == list(range(250))
 
 
 def test_streams_owe_each_other_nothing(make: Make) -> None:
@@ -186,17 +186,22 @@ def test_an_event_orders_two_streams(make: Make) -> None:
 def test_a_wait_means_the_last_record_before_it(make: Make) -> None:
     ran: list[str] = []
     with make() as dev:
-        first, second, event = dev.stream(), dev.stream(), dev.event()
+        first, second, third = dev.stream(), dev.stream(), dev.stream()
+        event = dev.event()
         first.call(ran.append, "first")
         event.record(first)
         second.wait_event(event)
         gate = Gate(first)
-        event.record(first)  # a later record, which nobody waits for
+        event.record(first)  # behind the gate
         second.call(ran.append, "second")
+        third.wait_event(event)
+        third.call(ran.append, "third")
         second.synchronize_blocking()
         assert ran == ["first", "second"]
         assert not event.query()
         gate.open()
+        third.synchronize_blocking()
+        assert ran == ["first", "second", "third"]
 
 
 def test_an_external_event_is_waited_for_before_it_is_recorded(make: Make) -> None:

@@ -3,31 +3,11 @@
 
 from __future__ import annotations
 
-import anyio
 import numpy as np
 import pytest
 from fakes import FakePlan, Gate, device
 
 import kvcore
-
-
-async def test_a_wait_binds_to_the_last_record_before_it(clock: str) -> None:
-    async with device(clock) as dev:
-        a, b, c = dev.stream("a"), dev.stream("b"), dev.stream("c")
-        event = dev.event()
-        ran: list[str] = []
-        event.record(a)  # reached at once
-        b.wait_event(event)
-        gate = Gate(a)
-        event.record(a)  # behind the gate
-        b.call(ran.append, "b")
-        c.wait_event(event)
-        c.call(ran.append, "c")
-        await b.synchronize()
-        assert ran == ["b"]
-        gate.open()
-        await c.synchronize()
-        assert ran == ["b", "c"]
 
 
 async def test_one_event_recorded_again_every_layer(clock: str) -> None:
@@ -88,21 +68,6 @@ async def test_query_and_synchronize(clock: str) -> None:
         assert event.query()
         assert not stream.query()
         behind.open()
-
-
-async def test_cancelling_an_event_s_wait(clock: str) -> None:
-    async with device(clock) as dev:
-        stream, plan = dev.stream(), FakePlan()
-        gate = Gate(stream)
-        stream.launch(plan)
-        event = stream.record_event()
-        async with anyio.create_task_group() as group:
-            group.start_soon(event.synchronize)
-            await anyio.wait_all_tasks_blocked()
-            group.cancel_scope.cancel()
-        gate.open()
-        await event.synchronize()
-        assert plan.runs == 1
 
 
 async def test_record_and_wait_use_the_current_stream() -> None:

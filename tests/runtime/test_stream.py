@@ -298,22 +298,6 @@ async def test_a_leading_waiter_that_is_cancelled_hands_over(clock: str) -> None
         assert told == [1, 1]
 
 
-async def test_cancelling_a_wait_does_not_cancel_the_work(clock: str) -> None:
-    async with device(clock) as dev:
-        stream = dev.stream()
-        gate = Gate(stream)
-        plan = FakePlan()
-        stream.launch(plan)
-        async with anyio.create_task_group() as group:
-            group.start_soon(stream.synchronize)
-            await anyio.wait_all_tasks_blocked()
-            group.cancel_scope.cancel()
-        assert plan.runs == 0
-        gate.open()
-        await stream.synchronize()
-        assert plan.runs == 1
-
-
 async def test_cancelling_in_the_middle_of_a_copy(clock: str) -> None:
     """The copy goes on to its end, and its destination is whole."""
     async with device(clock) as dev:
@@ -378,17 +362,6 @@ async def test_blocking_while_tasks_of_the_same_loop_wait(clock: str) -> None:
             await told.wait()
 
 
-def test_without_an_event_loop(clock: str) -> None:
-    with device(clock) as dev:
-        a, b = dev.stream("a"), dev.stream("b")
-        ran: list[str] = []
-        a.call(ran.append, "a")
-        b.wait_stream(a)
-        b.call(ran.append, "b")
-        b.synchronize_blocking()
-        assert ran == ["a", "b"]
-
-
 def test_one_device_under_several_loops(clock: str, anyio_backend: str) -> None:
     """A loop that has ended leaves nothing that the next one trips over."""
     with device(clock) as dev:
@@ -406,24 +379,6 @@ def test_one_device_under_several_loops(clock: str, anyio_backend: str) -> None:
         for _ in range(3):
             anyio.run(main, backend=anyio_backend)
         assert plan.runs == 3
-
-
-def test_launching_from_many_threads() -> None:
-    with device() as dev:
-        stream = dev.stream()
-        ran: list[int] = []
-
-        def launch() -> None:
-            for i in range(1000):
-                stream.call(ran.append, i)
-
-        threads = [threading.Thread(target=launch) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        stream.synchronize_blocking()
-        assert len(ran) == 4000
 
 
 async def test_seeds_change_the_order_and_keep_the_promises() -> None:
