@@ -74,7 +74,7 @@ cdef bint finish(View* view) noexcept:
     """Set the extent; False when it does not lie inside the address space.
 
     Strides that mean nothing (of an empty array, or odd ones of an axis of one) are replaced, so
-    that nobody who computes with a stride leaves 64 bits.
+    that no computation with a stride leaves 64 bits.
     """
     cdef int i
     cdef int64_t span, low = 0, high = view.itemsize, base = <int64_t>view.data
@@ -116,7 +116,7 @@ cdef void finish_empty(View* view) noexcept:
 
 
 cdef bint read_shape(const kv_ndarray* array, View* view) noexcept:
-    """Everything but the dtype and the item size, which view holds already."""
+    """Fill everything but the dtype and the item size, which view holds already."""
     cdef int i
     if array.nd > MAX_RANK:
         return False
@@ -174,7 +174,7 @@ cdef int take(tuple reading, View* view) except -1:
 cdef bint take_device(object obj, View* view, list keep) except -1:
     """Fill view from what the owner of memory on a device says of it.
 
-    False where it says nothing, or nothing that is right: adopt.read finds the words.
+    False where it says nothing, or something wrong: adopt.read then raises the error.
     """
     cdef object found, row
     try:
@@ -202,7 +202,7 @@ cdef bint take_device(object obj, View* view, list keep) except -1:
 
 
 cdef bint is_torch_type(object kind) except -1:
-    """Whether it is torch.Tensor itself; torch is not imported to find out."""
+    """Whether the type is torch.Tensor itself; torch is not imported to find out."""
     module = MODULES.get("torch")
     return module is not None and kind is getattr(module, "Tensor", None)
 
@@ -425,7 +425,7 @@ cdef bint unchanged(const View* view) noexcept:
 
 
 cdef bint ask(object obj, str name, const View* view) except -1:
-    """What unchanged() cannot see: whether obj, asked once more, says what view says."""
+    """Read obj once more and compare with view: the changes that unchanged() cannot see."""
     cdef View now
     if view.way == PLAIN or view.way == ABSENT:
         return True
@@ -440,14 +440,14 @@ cdef bint ask(object obj, str name, const View* view) except -1:
 
 
 cdef char* data_of(object array) except NULL:
-    """Where the numbers of a numpy array lie that the caller has just made."""
+    """The address of the items of a numpy array that the caller has just made."""
     if mirror_is_right:
         return (<kv_ndarray*><PyObject*>array).data
     return <char*><size_t>array.ctypes.data
 
 
 cdef class ArrayInfo:
-    """What an operator's checks see of one array.
+    """One array as an operator's checks see it.
 
     name: the argument; shape: of the stored items; strides: bytes; dtype: DType, or None for one
     that no operator takes; dtype_name: the name in either case; address: of element 0.

@@ -11,7 +11,7 @@ from kvcore._kernels.scan cimport load_indices
 cdef class GatherSpec(PagedSpec):
     """One slot per token, expanded from block tables and lengths.
 
-    totals: the lengths are running totals [batch + 1].  words(rule, index, seen, other) words the
+    totals: the lengths are running totals [batch + 1].  words(rule, index, seen, other) makes the
     error of a value.
     """
 

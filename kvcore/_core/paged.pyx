@@ -358,7 +358,7 @@ cdef class RangeSpec(PagedSpec):
                 return None
 
     def accesses(self, Plan plan):
-        return None  # everything: what a plan says before a run
+        return None  # before a run: everything
 
 
 cdef class AppendSpec(PagedSpec):

@@ -3,7 +3,7 @@
 
 A call reads its arrays into views and packs ranks, shapes, strides, dtypes and flags into a
 signature.  The first call with a signature asks the operator's resolver (kvcore/ops, Python)
-for a Spec: every rule about shapes, dtypes, strides and modes is checked and worded there, once.
+for a Spec: every rule about shapes, dtypes, strides and modes is checked there, once.
 Later calls with the same signature find the Spec in a dict, so that they pay for pointers and
 values only.  What depends on addresses (shared bytes) is tested at each call here; what depends
 on contents is tested by Spec.execute at each run.
@@ -19,7 +19,7 @@ everything in this folder is therefore:
 So whatever needs Python comes first: a call prepares its objects and numbers (Plan.prepare), then
 looks (Operator.make, Plan.verify), then loads and checks the index arrays and moves the bytes
 (Spec.execute), in C.  What must be said of the values in between, a warning about them or stats=,
-is said by Plan.announce and Spec code that look again afterwards (Plan.verify(False)).  Loaded
+is reported by Plan.announce and Spec code that look again afterwards (Plan.verify(False)).  Loaded
 index values are private copies, so that code cannot steer the kernel either.  A call whose arrays
 are all plain needs no second look, because nothing but C ran since the first; ``Plan.unproven``
 says where that is not so.
@@ -228,7 +228,7 @@ cdef class Plan:
         return self.scratch
 
     cdef int settle_threads(self) except -1:
-        """How many threads a run may use: Python code, so before the last look."""
+        """Find out how many threads a run may use; runs Python code, so before the last look."""
         count = self.num_threads
         if count <= 0:
             count = _threads.default_threads()
@@ -278,7 +278,7 @@ cdef class Plan:
         return 0
 
     cdef int announce(self) except -1:
-        """Say what there is to say of values that were just checked, and look again."""
+        """Give the warnings about values that were just checked, and look again."""
         cdef int state = self.state
         cdef bint repeats = self.order == REPEATED and self.spec.repeat_text is not None
         if self.spec.value_quirks is None and not repeats:
@@ -608,7 +608,7 @@ cdef class Operator:
             known = self.specs.get(rules)
         except MemoryError:
             raise
-        except Exception:  # a parameter without a hash: the resolver words the error
+        except Exception:  # a parameter without a hash: the resolver raises the error
             known = rules = None
         for i in range(self.n_arrays):
             if type(arrays[i]) is not NDARRAY and arrays[i] is not None:

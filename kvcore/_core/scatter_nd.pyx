@@ -119,7 +119,7 @@ cdef class NdSpec(PagedSpec):
         for i in range(self.num_tokens):
             slot = 0
             for k in range(self.n_axes):
-                # Each index is read once: who edits the array meanwhile must not steer a copy.
+                # Read once: a thread that edits the array meanwhile must not steer a copy.
                 one = tuple_ + k * view.strides[view.rank - 1]
                 if view.itemsize == 8:
                     memcpy(&value, one, 8)

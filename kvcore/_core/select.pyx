@@ -69,7 +69,7 @@ cdef dict RULES = {
 
 
 cdef class SelectSpec(Spec):
-    """sizes: those of select_job by name; lanes: selected.Lane; words words the error of a value.
+    """sizes: those of select_job by name; lanes: selected.Lane; words makes the error of a value.
 
     index_args: topk ids, status, table, full table, kv lengths, q lengths, in this order, each
     with (argument, byte stride of a request, of a step, of an entry).
@@ -127,7 +127,7 @@ cdef class SelectSpec(Spec):
         self.most = min(self.n_rows * int(self.topk) * each, INT64_MAX)
 
     cdef void share_out(self, select_job* job, int threads) noexcept:
-        """Into how many chunks of rows; each has working memory of its own."""
+        """The number of chunks of rows; each has working memory of its own."""
         cdef int64_t n = self.n_rows * self.topk // CHUNK_IDS
         if n > 2 * <int64_t>threads:
             n = 2 * <int64_t>threads
@@ -181,7 +181,7 @@ cdef class SelectSpec(Spec):
         return at - memory
 
     cdef int64_t slots(self, int64_t nbytes, int64_t place_bytes) noexcept:
-        """Of a hash table that may take about that many bytes."""
+        """The slots of a hash table that may take about that many bytes."""
         cdef int64_t n = nbytes // place_bytes, least = self.topk + self.topk // 4 + 1
         if n > MOST_SLOTS * self.topk:
             n = MOST_SLOTS * self.topk

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a device pool: which token is held at which place, and who gives way.
+"""The state of a device pool: which token is held at which place, and which gives way.
 
 A plan is made in passes over the wanted ids: ``mark`` finds faults and changes nothing that
 lasts, ``classify`` says where each id is held, ``settle`` gives places to those that are not.
@@ -155,7 +155,7 @@ cdef class Books:
         self, ids, const int64_t[::1] table, int64_t block_size, int64_t num_blocks,
         int64_t[::1] wide, int64_t[::1] rows, int32_t[::1] source, int32_t[::1] target,
     ):
-        """As ``plan``, and say where the rows of a paged full cache are; 3: a block is missing.
+        """Do what ``plan`` does and find the rows of a paged full cache; 3: a block is missing.
 
         table: [columns] block of each block_size tokens, below num_blocks where needed.
         wide:  [n] written: the ids in 64 bits; rows: [n] written: block * block_size + row, or -1.
@@ -394,7 +394,7 @@ cdef class Previous(Mapped):
 
 
 cdef class Lru(Mapped):
-    """The least recently wanted gives way."""
+    """Replaces the token that was wanted least recently."""
 
     cdef node* nodes        # [capacity + 1]: a ring; the last is its head (next: the oldest)
 
@@ -585,7 +585,7 @@ cdef class Arc(Mapped):
         free(self.spare)
 
     def sizes_of_lists(self):
-        """(t1, t2, b1, b2)"""
+        """The sizes of the lists, as (t1, t2, b1, b2)."""
         return self.sizes[T1], self.sizes[T2], self.sizes[B1], self.sizes[B2]
 
     cdef void clear(self) noexcept nogil:

@@ -6,7 +6,7 @@ from libc.stdlib cimport calloc, free, qsort
 from libc.string cimport memcpy
 
 cdef enum:
-    ASCENDING_STEP = 64  # values that are compared before it is asked whether they ascend
+    ASCENDING_STEP = 64  # values compared between two tests whether they ascend
     # A map of a bit a slot is used up to this many bytes, and these many more a value.  Past it
     # slots are so many that most values would touch a page of their own in the map.
     MAP_BYTES = 65536

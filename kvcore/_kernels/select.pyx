@@ -229,7 +229,7 @@ cdef void assign(
     const entry_t* ids, place_t* places, entry_t* entries, const char* free, int64_t last,
     int64_t fresh_blocks
 ) noexcept nogil:
-    # Rules 5 and 6: who moves, who is read, and where to.
+    # Steps 4 and 5 of docs/gather.md: what moves, what is read, and where to.
     cdef int64_t i, place, id, column, entry, spot = 0, n = row.n
     cdef int64_t moved = 0, refreshed = 0
     cdef int64_t elsewhere = <place_t>~<place_t>0 - 1
@@ -281,7 +281,7 @@ cdef int64_t staying_place(
 cdef void put_largest_last(
     select_row* row, const entry_t* ids, place_t* places, int64_t largest, int64_t largest_place
 ) noexcept nogil:
-    # Rule 7.  A block that stays is copied; one that an op brings is brought elsewhere.
+    # Step 6.  A block that stays is copied; one that an op brings is brought elsewhere.
     # largest_place: where the largest stays, if it does.
     cdef int64_t i, largest_op = 0, other_op = 0
     for i in range(1, row.n_ops + 1):
@@ -309,7 +309,7 @@ cdef void place_blocks(
     const select_job* job, int64_t r, const workspace* w, select_fault* fault, int64_t last,
     int64_t fresh_blocks, entry_t* ids, place_t* places
 ) noexcept nogil:
-    # Rules 3 to 7 for one row.
+    # Steps 2 to 6 of docs/gather.md for one row.
     cdef select_row* row = &job.rows[r]
     cdef entry_t* entries = <entry_t*>w.entries
     cdef place_t* slots = <place_t*>w.slots

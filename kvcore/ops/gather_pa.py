@@ -75,7 +75,7 @@ def classify(infos: Infos, params: tuple[Any, ...]) -> GatherCase:
     offsets = infos[SEQ_OFFSET]
     lanes: tuple[tuple[int, int], ...] = ((KEY_CACHE, KEY),)
     if infos[VALUE_CACHE] is not None or infos[VALUE] is not None:
-        why = "an array beside {} (or None for both)"
+        why = "an array together with {} (or None for both)"
         checks.need(infos[VALUE_CACHE], "value_cache", why.format("value"))
         checks.need(infos[VALUE], "value", why.format("value_cache"))
         lanes += ((VALUE_CACHE, VALUE),)

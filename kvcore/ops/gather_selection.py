@@ -111,7 +111,7 @@ def _without_empty_rope(infos: Infos) -> Infos:
     if any(empty):
         i = empty.index(True)
         name, other = ARGUMENTS[(ROPE, FULL_ROPE)[i]], ARGUMENTS[(FULL_ROPE, ROPE)[i]]
-        expected = f"an array beside {other} (or an empty pair)"
+        expected = f"an array together with {other} (or an empty pair)"
         found = pair[i]
         if found is None:
             raise ParamNullError(

@@ -129,10 +129,10 @@ def _is_key_only(value: ArrayInfo | None, cache: ArrayInfo | None) -> bool:
     ):
         if info is None:
             raise ParamNullError(
-                f"{name}: expected an array beside {other} (or None for both), got None",
+                f"{name}: expected an array together with {other} (or None for both), got None",
                 argument=name,
                 seen=None,
-                expected=f"an array beside {other}",
+                expected=f"an array together with {other}",
             )
     assert value is not None
     assert cache is not None

@@ -138,7 +138,7 @@ def _check_nz(case: Any, soc: SoC) -> None:
         fail("key_cache", f"block_size < {most + 1} in PA_NZ on {soc.name}", case.block_size)
     mixed = case.value_dtype.name == "int8" and case.dtype.name != "int8"
     if mixed and not table.int8_value:
-        fail("value", f"int8 only beside an int8 key on {soc.name}", f"int8 beside {case.dtype}")
+        fail("value", f"int8 only with an int8 key on {soc.name}", f"int8 with {case.dtype}")
 
 
 def _check_nct(case: Any, soc: SoC) -> None:

@@ -46,7 +46,7 @@ def unseen(failures: Sequence[Failure], race: RaceError | None) -> StreamError:
     """The error for failures that were not reported to any host before the device is left."""
     first = failures[0]
     error = StreamError(
-        f"stream {first.stream!r}: {first.operation} failed and nobody was told: {_text(first)}",
+        f"stream {first.stream!r}: {first.operation} failed and was not reported: {_text(first)}",
         argument="stream",
         seen=first.operation,
     )

@@ -15,8 +15,8 @@ form::
     basis = "assumed"
     source = "640 GB/s of four CPUs over 16 dies"
 
-``like = "A3"`` beside the name says that it computes as fast as that device and differs in what the
-figures say: a model's step times of an A3 may be used with it.
+A profile with ``like = "A3"`` computes as fast as that device and differs in what the figures say:
+a model's step times of an A3 may be used with it.
 """
 
 from __future__ import annotations

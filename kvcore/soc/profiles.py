@@ -14,7 +14,7 @@ __all__ = ["TABLE", "Profile"]
 class Profile:
     """What one hardware generation accepts.
 
-    product:   the vendor's words for it.
+    product:   the vendor's name for it.
     names:     what aclrtGetSocName is known to return there.
     pattern:   regular expression that those names, and future ones, match.
     arch:      NpuArch (aclrtGetDeviceInfo, attribute 601).

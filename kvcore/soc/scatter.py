@@ -76,7 +76,7 @@ class Scatter:
     key_value: scenarios of ScatterPaKvCache.  key_alone: of ScatterPaCache; empty: not there.
     key_only:  scenarios of ScatterPaKvCache without a value.
     nz_block_size: rows of a block in PA_NZ.
-    int8_value:    whether, in PA_NZ, an int8 value may stand beside a key of another type.
+    int8_value:    whether, in PA_NZ, an int8 value may go with a key of another type.
     nhsd:      limits of scenario 7; None: no such scenario.
     Beyond the documents:
     windows:   the kernels of 4 and 5; None: the tiling refuses these scenarios.

@@ -213,7 +213,9 @@ def as_array(*values: int) -> Array:
 
 @pytest.mark.parametrize("name", ["value_cache", "value"])
 def test_half_a_value_lane(name: str) -> None:
-    refuse(call(**{name: None}), name, rf"^{name}: expected an array beside value", null=True)
+    refuse(
+        call(**{name: None}), name, rf"^{name}: expected an array together with value", null=True
+    )
 
 
 BROKEN: list[tuple[str, dict[str, Any], str, str]] = [

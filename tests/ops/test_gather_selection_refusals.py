@@ -18,9 +18,9 @@ from selection_calls import OUTPUTS, call, data, refuse, run, zeros
 #: A call of two requests, S = 2, top-k 4, blocks of two tokens.
 TWO: dict[str, Any] = {"topk": 4, "batch": 2, "steps": 2, "block": 2, "ids": [[1, 2, 3]] * 4}
 BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
-    ("one rope empty", {"full_k_rope": data(0)}, "full_k_rope", "beside selection_k_rope"),
+    ("one rope empty", {"full_k_rope": data(0)}, "full_k_rope", "together with selection_k_rope"),
     ("rope of no size", {"selection_k_rope": data(16, 2, 0)}, "selection_k_rope",
-     "beside full_k_rope"),
+     "together with full_k_rope"),
     ("topk rank", {"selection_topk_indices": zeros(2, 4)}, "selection_topk_indices", r"\[B, S, 1"),
     ("head axis", {"selection_topk_indices": zeros(2, 2, 2, 4)}, "selection_topk_indices",
      "head axis of 1"),

@@ -405,7 +405,7 @@ def test_a_failure_reaches_who_waits_and_nobody_else(make: Make) -> None:
 
 
 def test_a_failure_that_nobody_saw_is_raised_at_the_end(make: Make) -> None:
-    with pytest.raises(StreamError, match="fail failed and nobody was told"), make() as dev:
+    with pytest.raises(StreamError, match="fail failed and was not reported"), make() as dev:
         dev.stream().call(fail)
 
 

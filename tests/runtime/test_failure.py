@@ -155,7 +155,7 @@ async def test_several_failures_at_once(clock: str) -> None:
 
 
 async def test_leaving_with_a_failure_nobody_saw(clock: str) -> None:
-    with pytest.raises(kvcore.StreamError, match=r"failed and nobody was told: Broken") as told:
+    with pytest.raises(kvcore.StreamError, match=r"failed and was not reported: Broken") as told:
         async with device(clock) as dev:
             dev.stream("s").call(fail)
     assert isinstance(told.value.__cause__, Broken)

@@ -83,7 +83,7 @@ static void as_contiguous(struct tensor *t, bool keep_first) {
 static void token(struct call *c, int lane, int64_t block, int64_t row, int64_t to) {
     struct view *cache = &c->v[lane ? VALUE_CACHE : KEY_CACHE], *out = &c->v[lane ? VALUE : KEY];
     const int64_t *ks = cache->t.strides, *os = out->t.strides, *kd = cache->t.dims;
-    if (block < 0 || block >= kd[0]) {  // operators.md: 950 fills such rows with zeros
+    if (block < 0 || block >= kd[0]) {  // the 950 fills such rows with zeros
         for (int64_t i = 0; i < out->t.dims[1] * (nz(c) ? 1 : out->t.dims[2]) && !c->fault; i++) {
             int64_t place = nz(c) ? i * os[1] : i / out->t.dims[2] * os[1] + i % out->t.dims[2] * os[2];
             int64_t bytes = kvd_bits(out->t.dtype) / 8;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// aclnnGatherSelectionKvCache (section 1.10, 5.10; the rules by number are those of operators.md).
+// aclnnGatherSelectionKvCache (section 1.10, 5.10; the steps by number are those of docs/gather.md).
 #include "machine.h"
 
 #include <stdio.h>
@@ -117,11 +117,11 @@ static int64_t find(const int64_t *list, int64_t n, int64_t x) {
 static void plan(struct call *c, int64_t r, struct row *row) {
     int64_t k = c->v[TOPK].t.dims[c->v[TOPK].t.rank - 1];
     row->n = 0;
-    for (int64_t i = 0; i < k; i++) {  // rule 3
+    for (int64_t i = 0; i < k; i++) {  // step 2
         int64_t id = kvd_index(c, &c->v[TOPK], r * k + i);
         if (id >= 0 && id <= row->last && find(row->wanted, row->n, id) < 0) row->wanted[row->n++] = id;
     }
-    int64_t length = kvd_index(c, &c->v[STATUS], r * (k + 1) + k);  // rule 4
+    int64_t length = kvd_index(c, &c->v[STATUS], r * (k + 1) + k);  // step 3
     int64_t places = length <= 0 ? 0 : length / c->block < k ? length / c->block : k;
     for (int64_t p = 0; p < k; p++)
         row->held[p] = p < places ? kvd_index(c, &c->v[STATUS], r * (k + 1) + p) : -1;
@@ -135,7 +135,7 @@ static void plan(struct call *c, int64_t r, struct row *row) {
         if (twice) row->held[p] = -1;
     }
     for (int64_t p = 0; p < row->n; p++) row->id_at[p] = -1;
-    for (int64_t i = 0; i < row->n; i++) {  // rule 5
+    for (int64_t i = 0; i < row->n; i++) {  // step 4
         int64_t p = find(row->held, k, row->wanted[i]);
         if (p >= 0 && p < row->n) row->id_at[p] = row->wanted[i];
     }
@@ -143,7 +143,7 @@ static void plan(struct call *c, int64_t r, struct row *row) {
         if (find(row->id_at, row->n, row->wanted[i]) >= 0) continue;
         row->id_at[find(row->id_at, row->n, -1)] = row->wanted[i];
     }
-    if (row->n && (c->block > 1 || k <= 32)) {  // rule 7
+    if (row->n && (c->block > 1 || k <= 32)) {  // step 6
         int64_t greatest = 0;
         for (int64_t p = 1; p < row->n; p++)
             if (row->id_at[p] > row->id_at[greatest]) greatest = p;
@@ -165,7 +165,7 @@ static void fetch(struct call *c, int64_t r, int64_t b, int64_t fresh, struct ro
         int64_t id = row->id_at[p], from = find(row->held, k, id);
         int64_t count = id == row->last ? row->tail : c->block;
         unsigned char *bytes = all + p * c->block * width;
-        bool again = (id + 1) * c->block > fresh;  // rule 6
+        bool again = (id + 1) * c->block > fresh;  // step 5
         write[p] = from != p || again;
         if (from < 0 || again) tokens(c, full, full_table, b, id * c->block, count, bytes, false);
         else if (from != p) tokens(c, sel, table, r, from * c->block, count, bytes, false);
@@ -183,17 +183,17 @@ static void one_row(struct call *c, int64_t r, struct row *row) {
     int64_t steps = num_rows(c) / batch, b = r / steps, s = r % steps, total = 0;
     int64_t kv = kvd_index(c, &c->v[KV_LENS], b), q = kvd_index(c, &c->v[Q_LENS], b);
     if (kv < 0) kv = 0;
-    int64_t length = s < q ? kv - (q - 1 - s) : kv;  // rule 1
+    int64_t length = s < q ? kv - (q - 1 - s) : kv;  // step 1
     row->n = 0;
     if (length > 0) {
-        row->last = (length + c->block - 1) / c->block - 1;  // rule 2
+        row->last = (length + c->block - 1) / c->block - 1;  // the row's last block
         row->tail = length - row->last * c->block;
         plan(c, r, row);
         fetch(c, r, b, kv - q, row, 0);
         fetch(c, r, b, kv - q, row, 1);
     }
     for (int64_t p = 0; p < row->n; p++) total += row->id_at[p] == row->last ? row->tail : c->block;
-    for (int64_t p = 0; p < k && !c->fault; p++)  // rule 8
+    for (int64_t p = 0; p < k && !c->fault; p++)  // the length that is returned
         put(c, &c->v[STATUS], r * (k + 1) + p, p < row->n ? (int32_t)row->id_at[p] : -1);
     if (c->fault) return;
     put(c, &c->v[STATUS], r * (k + 1) + k, (int32_t)total);

@@ -371,7 +371,7 @@ def why_not() -> str | None:
             return "no device (aclrtGetDeviceCount says 0)"
         cann.soc()
         if not cann.operators():
-            return "no operator library (libopapi_transformer.so or libopapi.so) beside " + (
+            return "no operator library (libopapi_transformer.so or libopapi.so) next to " + (
                 cann.runtime.path
             )
         for name in ("aclCreateTensor", "aclDestroyTensor"):

@@ -85,4 +85,4 @@ def _version(cann: Cann) -> str:
         numbers = [ctypes.c_int32() for _ in range(3)]
         if cann.status("aclrtGetVersion")(*map(ctypes.byref, numbers)) == 0:
             return "ACL " + ".".join(str(number.value) for number in numbers)
-    return "not told"
+    return "unknown"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an offloaded replay draws for a request: which drafts stand, and where it is aborted.
 
-A function of the seed and of the request, whoever else is served.
+A function of the seed and of the request alone, not of the other requests.
 """
 
 from __future__ import annotations
