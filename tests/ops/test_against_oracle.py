@@ -75,7 +75,7 @@ def test_kv_cache_update_refuses(illegal: IllegalCase) -> None:
     check_refused(illegal)
 
 
-@given(strategies.gather_pa_cases(), threads, st.booleans())
+@given(strategies.gather_pa_cases(beyond=True), threads, st.booleans())
 def test_gather_pa(case: Case, num_threads: int | None, planned: bool) -> None:
     check(case, num_threads, planned)
 

@@ -152,11 +152,6 @@ def test_every_scenario_type_and_index(number: int, rule: str, element: str, ind
         check(arguments, num_threads=1 + seed)
 
 
-@given(strategies.scatter_pa_cache_cases(), st.sampled_from([None, 1, 2, 3]))
-def test_generated_key_only_calls(case: Case, num_threads: int | None) -> None:
-    check_matches_oracle(case, partial(kvcore.scatter_pa_cache, num_threads=num_threads))
-
-
 # ---------------------------------------------------------------- means
 def mean_of(element: str, rows: Array) -> Array:
     """The mean of rows [w, D] (raw bits), as the package makes it."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,89 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcore
-from cases import Case, check_matches_oracle
-from oracle_numbers import FLOAT4, ITEMSIZE, Array
-from strategies_arrays import DTYPES, Builder, Draw
+from oracle_numbers import FLOAT4, Array
 
 # ---------------------------------------------------------------- legal calls
-
-
-def _shapes(
-    mode: str, elements: tuple[str, str], sizes: tuple[int, ...], five: bool, draw: Draw
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(cache shape, token shape) of both lanes."""
-    nb, bs, heads = sizes
-    shapes = []
-    for element in elements:
-        if mode == "PA_NZ":
-            c0, columns = 32 // ITEMSIZE[element], draw(st.integers(1, 3))
-            inner = (heads, columns) if five else (heads * columns,)
-            shapes.append(((nb, *inner, bs, c0), (heads * columns * c0,)))
-        else:
-            size = draw(st.sampled_from([1, 2, 3, 8, 16, 33, 64]))
-            order = (heads, bs) if mode == "NHSD" else (bs, heads)
-            shapes.append(((nb, *order, size), (heads, size)))
-    return shapes
-
-
-@st.composite
-def gather_pa_cases(draw: Draw) -> Case:
-    """Legal calls: every mode, any strides, unneeded table entries full of nonsense."""
-    b = Builder.make(draw)
-    mode = draw(st.sampled_from(["Norm", "PA_NZ", "NHSD"]))
-    element = draw(st.sampled_from(DTYPES))
-    elements = (element, draw(st.sampled_from([element, *DTYPES])))
-    key_only = draw(st.integers(0, 4)) == 4
-    nb, bs, heads = draw(st.integers(1, 5)), draw(st.integers(1, 6)), draw(st.integers(1, 3))
-    batch = draw(st.integers(0, 4))
-    lengths = [draw(st.integers(0, 3 * bs)) for _ in range(batch)]
-    offsets = None
-    if draw(st.booleans()):
-        offsets = [draw(st.integers(0, 2 * bs)) for _ in range(batch)]
-    firsts = [0 if offsets is None else offsets[i] // bs for i in range(batch)]
-    needed = [f + -(-n // bs) for f, n in zip(firsts, lengths, strict=True)]
-    columns = max(needed, default=0) + draw(st.integers(0, 2))
-    tables = np.full((batch, columns), draw(st.sampled_from([-1, 2**31 - 1, -(2**31)])), np.int64)
-    for i in range(batch):
-        for column in range(firsts[i], needed[i]):
-            tables[i, column] = draw(st.integers(0, nb - 1))
-    shapes = _shapes(mode, elements, (nb, bs, heads), draw(st.booleans()), draw)
-    total = sum(lengths)
-    caches = tuple(cache for cache, _ in shapes)
-    outs = tuple((total, *token) for _, token in shapes)
-    a: dict[str, Any] = {}
-    if key_only:
-        a["key_cache"] = b.data("key_cache", caches[0], elements[0], output=False)
-        a["key"] = b.data("key", outs[0], elements[0], output=True)
-        a["value_cache"] = a["value"] = None
-    else:
-        names = ("key_cache", "value_cache")
-        a |= zip(names, b.pair(names, (caches[0], caches[1]), elements, output=False), strict=True)
-        names = ("key", "value")
-        a |= zip(names, b.pair(names, (outs[0], outs[1]), elements, output=True), strict=True)
-        b.name_type(a, "value_dtype", elements[1])
-    b.name_type(a, "dtype", elements[0])
-    a["block_tables"] = b.indices("block_tables", tables)
-    if draw(st.booleans()):
-        a["is_seq_lens_cumsum"] = True
-        a["seq_lens"] = b.indices("seq_lens", [0, *np.cumsum(lengths, dtype=np.int64)])
-    else:
-        a["seq_lens"] = b.indices("seq_lens", lengths)
-    if offsets is not None:
-        a["seq_offset"] = b.indices("seq_offset", offsets)
-    spelling = draw(st.sampled_from([mode, None, ""])) if mode == "Norm" else mode
-    a["cache_mode"] = spelling
-    return Case("gather_pa_kv_cache", a, b.arena, "; ".join([mode, *b.note]))
-
-
-@given(gather_pa_cases())
-def test_matches_oracle(case: Case) -> None:
-    check_matches_oracle(case)
-
-
-@given(gather_pa_cases(), st.integers(2, 4))
-def test_matches_oracle_on_threads(case: Case, threads: int) -> None:
-    check_matches_oracle(case, partial(kvcore.gather_pa_kv_cache, num_threads=threads))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -30,22 +30,26 @@ def _lane_shapes(
 
 
 @st.composite
-def gather_pa_cases(draw: Draw, dtypes: Sequence[str] = DTYPES) -> Case:
-    """Legal gather_pa_kv_cache calls, without a SoC."""
+def gather_pa_cases(draw: Draw, dtypes: Sequence[str] = DTYPES, *, beyond: bool = False) -> Case:
+    """Legal gather_pa_kv_cache calls, without a SoC.
+
+    beyond: more of what no SoC takes (two types outside of PA_NZ), the default mode's other
+            spellings, and larger calls.
+    """
     b = Builder.make(draw)
     mode = draw(st.sampled_from(["Norm", "PA_NZ", "NHSD"]))
     key_element = draw(st.sampled_from(dtypes))
     value_element = (
-        draw(st.sampled_from([key_element, *dtypes])) if mode == "PA_NZ" else key_element
+        draw(st.sampled_from([key_element, *dtypes])) if mode == "PA_NZ" or beyond else key_element
     )
     elements = key_element, value_element
-    batch, heads, five = draw(st.integers(0, 3)), draw(COUNTS), draw(st.booleans())
-    bs, width = draw(st.integers(1, 5)), draw(st.integers(0, 4))
+    batch, heads, five = draw(st.integers(0, 3 + beyond)), draw(COUNTS), draw(st.booleans())
+    bs, width = draw(st.integers(1, 5 + beyond)), draw(st.integers(0, 4))
     lengths, offsets, needed = [], [], set()
     for request in range(batch):
         offset = draw(st.integers(0, bs * width + 2))
         room = max(width - offset // bs, 0) * bs
-        n = draw(st.integers(0, min(room, 9)))
+        n = draw(st.integers(0, min(room, 18 if beyond else 9)))
         lengths.append(n)
         offsets.append(offset)
         needed |= {(request, offset // bs + j // bs) for j in range(n)}
@@ -53,7 +57,8 @@ def gather_pa_cases(draw: Draw, dtypes: Sequence[str] = DTYPES) -> Case:
     if not with_offset:
         needed = {(r, j // bs) for r, n in enumerate(lengths) for j in range(n)}
     nb = draw(st.integers(1 if needed else 0, 5))
-    tables = np.full((batch, width), draw(st.sampled_from([0, -1, 2**31 - 1])), np.int64)
+    nonsense = [0, -1, 2**31 - 1, *([-(2**31)] if beyond else [])]
+    tables = np.full((batch, width), draw(st.sampled_from(nonsense)), np.int64)
     for entry in sorted(needed):
         tables[entry] = draw(st.integers(0, nb - 1))
     cumsum = draw(st.booleans())
@@ -70,6 +75,8 @@ def gather_pa_cases(draw: Draw, dtypes: Sequence[str] = DTYPES) -> Case:
         arguments["seq_offset"] = None
     if mode != "Norm" or draw(st.booleans()):
         arguments["cache_mode"] = mode
+    elif beyond:
+        arguments["cache_mode"] = draw(st.sampled_from([None, ""]))
     shapes = [_lane_shapes(draw, mode, e, nb, bs, heads, five) for e in elements]
     caches = shapes[0][0], shapes[1][0]
     outs = (sum(lengths), *shapes[0][1]), (sum(lengths), *shapes[1][1])
