@@ -132,6 +132,8 @@ def test_a_table_of_one_length_is_the_same_for_all_and_says_so() -> None:
         ({"us": [[1.0], [math.nan]]}, r"step_table\.us"),
         ({"us": [[1.0], [-1]]}, r"step_table\.us"),
         ({"us": 3}, r"step_table\.us"),
+        ({"basis": "guessed"}, r"step_table\.basis: expected one of measured"),
+        ({"source": ""}, r"step_table\.source: expected where the times come from"),
         ({"more": 3}, r"step_table: expected a table of batch, context, us, basis and source"),
     ],
 )

@@ -353,6 +353,8 @@ GOOD = 'free = ["step_fixed"]\n' + WORKLOAD + row("a", 2, 1.0, policy="none")
         (("ms = 1.0", "ms = true"), r"rows\[0\]\.ms: expected a number above 0"),
         (("ms = 1.0", ""), r"rows\[0\]: expected either ms or tokens_per_s, got neither"),
         (("ms = 1.0", "ms = 1\ntokens_per_s = 2"), r"rows\[0\]: expected either ms or tokens"),
+        (("input = 3000", "input = 100000000"), r"rows\[0\]\.input: expected an integer from 1"),
+        (("batch = 2", "batch = 4000\ninput = 40000"), r"rows\[0\]\.batch: expected at most 1342"),
         (("batch = 2", "batch = 5000"), r"rows\[0\]\.batch: expected an integer from 1 to 4096"),
         (("batch = 2", "batch = 2\nsize = 3"), r"rows\[0\]\.size: expected one of name, mode"),
         (('use = "fit"', 'use = "guess"'), r"rows\[0\]\.use: expected one of fit, predict"),
@@ -379,6 +381,19 @@ def test_broken_measurements(
     for command in ("predict", "calibrate"):
         assert main([command, str(path)]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_row_that_cannot_be_served_is_refused_before_any_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deployed(tmp_path)
+    rows = [row("good", 2, 1.0, policy="none"), row("small", 2, 1.0, policy="lru", pool=8)]
+    measured(tmp_path, ["step_fixed"], *rows)
+    for command in ("predict", "calibrate"):
+        assert main([command, str(tmp_path / "rows.toml")]) == 2
+        shown = capsys.readouterr()
+        assert "row small: expected one that can be served, got pool: expected" in shown.err
+        assert not shown.out
 
 
 def test_what_is_no_file_of_measurements(

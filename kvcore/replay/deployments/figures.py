@@ -6,7 +6,6 @@ A figure of a deployment takes the place of the model's or the device's of the s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +70,8 @@ class DeploymentFigure:
 
     def of_device(self) -> Figure:
         """As a device's profile has it."""
-        return Figure(self.number, self.basis, self.source)
+        # (the value as it is: a whole number may be beyond any float, which the profile refuses)
+        return Figure(self.value, self.basis, self.source)  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         """As a TOML file has it."""
@@ -117,7 +117,7 @@ def _figure(key: str, entry: Any, where: str) -> DeploymentFigure:
         if type(rows) is not int or not 1 <= rows <= MAX_ROWS:
             fail(f"{where}.rows", f"to how many rows it is fitted, 1 to {MAX_ROWS}", shown(rows))
         good = isinstance(residuals, list) and len(residuals) <= MAX_ROWS
-        if not good or not all(type(x) in (int, float) and math.isfinite(x) for x in residuals):
+        if not good or not all(type(x) in (int, float) and -1e9 < x < 1e9 for x in residuals):
             fail(f"{where}.residuals", "a list of numbers", shown(residuals)[:80])
     if isinstance(value, list):
         value = tuple(value)

@@ -16,6 +16,8 @@ from itertools import pairwise
 from typing import Any
 
 from kvcore.errors import fail, shown
+from kvcore.offload.checks import check_choice
+from kvcore.replay.models.profile import BASES
 
 __all__ = ["StepTable"]
 
@@ -44,6 +46,9 @@ class StepTable:
     def __post_init__(self) -> None:
         for name, axis in (("batch", self.batches), ("context", self.contexts)):
             _check_axis(f"step_table.{name}", axis)
+        check_choice("step_table.basis", self.basis, BASES)
+        if not isinstance(self.source, str) or not self.source:
+            fail("step_table.source", "where the times come from", shown(self.source)[:80])
         shape = f"{len(self.batches)} rows of {len(self.contexts)} numbers above 0"
         rows = self.us
         good = isinstance(rows, tuple) and len(rows) == len(self.batches)

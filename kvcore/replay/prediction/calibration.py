@@ -22,7 +22,7 @@ from kvcore.replay.clock.mean_step import MeanStep
 from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.deployments.figures import DeploymentFigure
 from kvcore.replay.prediction.measurements import MeasuredRow, Measurements
-from kvcore.replay.prediction.rows import RowRuns
+from kvcore.replay.prediction.rows import RowRuns, check_rows
 from kvcore.replay.report.offloaded import OffloadReport
 from kvcore.replay.traces.made_ids import MadeIds
 
@@ -175,6 +175,7 @@ def calibrated(measurements: Measurements, runs: RowRuns | None = None) -> Calib
         fail("free", "figures to fit, or rows of a table", "neither")
     if parameters and not rows:
         fail("rows", f"rows to fit {', '.join(map(str, parameters))} to", "none with use = 'fit'")
+    check_rows(measurements)
     start = [start_of(measurements, parameter) for parameter in parameters]
     if not parameters:
         return Calibration(

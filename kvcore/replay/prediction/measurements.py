@@ -58,6 +58,8 @@ ROW_KEYS = (
 #: Parameters of a deployment's ids that may be free.
 IDS = ("ids.overlap", "ids.reuse", "ids.distance")
 MAX_ROWS = 1000
+#: Of all requests of a row: its trace is made.
+MAX_TOKENS = 2**27
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,9 @@ def _row(entry: Any, where: str, workload: Mapping[str, Any], of: Deployment) ->
     policy = check_choice(f"{where}.policy", named, policies)
     for key, low, high in (("batch", 1, 4096), ("input", 1, 2**24), ("output", 2, 2**20)):
         check_integer(f"{where}.{key}", found.get(key), low, high)
+    tokens = found["batch"] * (found["input"] + found["output"])
+    if tokens > MAX_TOKENS:
+        fail(f"{where}.batch", f"at most {MAX_TOKENS} tokens of all requests", tokens)
     pool = found.get("pool")
     if pool is not None:
         check_integer(f"{where}.pool", pool, 1, 2**28 - 1)

@@ -17,7 +17,7 @@ from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.deployments.figures import DeploymentFigure
 from kvcore.replay.prediction.calibration import Calibration, parameters_of, refitted
 from kvcore.replay.prediction.measurements import MeasuredRow, Measurements
-from kvcore.replay.prediction.rows import RowRuns, row_command
+from kvcore.replay.prediction.rows import RowRuns, check_rows, row_command
 from kvcore.replay.report.offloaded import OffloadReport
 
 __all__ = ["FACTOR", "Predicted", "Prediction", "predict"]
@@ -161,7 +161,9 @@ def predict(
 
     calibration: take the figures of this fit instead.
     runs: where rows are served.
+    Raises ParamInvalidError for a row that cannot be served, before any is.
     """
+    check_rows(measurements)
     runs = RowRuns() if runs is None else runs
 
     def deployment_of(mode: str) -> Deployment:

@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from kvcore.errors import fail
 from kvcore.replay.clock.mean_step import MeanStep
 from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.options import OffloadOptions
-from kvcore.replay.prediction.measurements import MeasuredRow
+from kvcore.replay.prediction.measurements import MeasuredRow, Measurements
 from kvcore.replay.report.offloaded import OffloadReport
 from kvcore.replay.report.report import Mismatch
+from kvcore.replay.serving.fit import fit
 from kvcore.replay.serving.miss_table import MissTable
 from kvcore.replay.serving.real_decode import RealDecode
 from kvcore.replay.serving.rehearsal import Rehearsal
@@ -26,7 +28,7 @@ from kvcore.replay.serving.replay import OffloadReplay, Replay
 from kvcore.replay.serving.sampled import OffloadedSampled
 from kvcore.replay.traces.reader import HASH_BLOCK_TOKENS, TraceRequest, read_trace
 
-__all__ = ["RowRuns", "row_command", "row_lines", "row_options"]
+__all__ = ["RowRuns", "check_rows", "row_command", "row_lines", "row_options"]
 
 #: Of a row's requests, which are alike: one is served for real, in one layer.
 REAL_REQUESTS = 1
@@ -120,6 +122,16 @@ class _Learned(OffloadedSampled):
         self.rehearsal = cast("Rehearsal", self._known)
         self.real = cast("RealDecode", self._known)
         self.totals.real_rows = self._known.rows
+
+
+def check_rows(measurements: Measurements) -> None:
+    """Raise ParamInvalidError naming the first row that cannot be served: before any is."""
+    for row in measurements.rows:
+        deployment = measurements.deployment_of(row.mode)
+        try:
+            fit(deployment, row_options(row, deployment))
+        except ValueError as error:
+            fail(f"row {row.name}", "one that can be served", str(error))
 
 
 class RowRuns:

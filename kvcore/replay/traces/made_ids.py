@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvcore.errors import fail, shown
 from kvcore.offload.checks import check_choice
+from kvcore.replay.models.profile import BASES
 from kvcore.replay.traces.synthetic_ids import ScoreIds, ScoreModel, TurnoverIds
 
 __all__ = ["IdSource", "MadeIds"]
@@ -45,6 +46,7 @@ class MadeIds:
 
     def __post_init__(self) -> None:
         check_choice("ids.kind", self.kind, DEFAULTS)
+        check_choice("ids.basis", self.basis, BASES)
         for name in self.values:
             if name not in DEFAULTS[self.kind]:
                 known = ", ".join(DEFAULTS[self.kind])
