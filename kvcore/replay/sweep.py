@@ -53,7 +53,7 @@ class Point:
         Raises ParamInvalidError for one that another version's sweep has left there.
         """
         try:
-            # Nothing that has no end or waits for somebody to write.
+            # No pipe or device: it may have no end, or wait for a writer.
             report = read_report(self.path) if self.path.is_file() else {}
         except (OSError, ParamInvalidError):
             return None
@@ -189,7 +189,7 @@ def run_processes(
 
 
 def _done(points: Sequence[Point], left: list[Point]) -> Iterator[tuple[Point, dict[str, Any]]]:
-    """The points whose reports are there already; the others go to ``left``."""
+    """Yield the points whose reports are there already; the others are added to ``left``."""
     for point in points:
         report = point.done()
         if report is None:
@@ -205,7 +205,7 @@ def run_on_ray(
     requests: Sequence[TraceRequest],
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[Point, dict[str, Any]]]:
-    """The same on a Ray cluster that is running; its workers need kvcore installed.
+    """Run the points that are not done yet on a running Ray cluster, whose workers have kvcore.
 
     Reports come back to this process, which writes them.  Raises BackendUnavailableError when ray
     is not installed.
@@ -246,7 +246,7 @@ def run_on_ray(
 
 @contextmanager
 def _of_ray(expected: str) -> Iterator[None]:
-    """What ray raises, as one of our errors; what a point raised is handed on."""
+    """Raise kvcore's own error for one of ray in the block; a point's error stays as it is."""
     try:
         yield
     except KVCoreError:

@@ -63,7 +63,7 @@ class Workers(Generic[P]):
 
     @property
     def busy(self) -> int:
-        """Points that are being run."""
+        """The number of points that are being run."""
         return len(self._busy)
 
     @property
@@ -79,7 +79,7 @@ class Workers(Generic[P]):
             worker.pipe.send(point)
 
     def finished(self, seconds: float) -> Iterator[tuple[P, Report]]:
-        """Points that have a report, as soon as there is one, or none within that time.
+        """Yield the points that have a report now; wait for the first so many seconds at most.
 
         Raises what a point raised, and KVCoreError for a worker that was ended from outside.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a token is: the identity of tokens and blocks, and the bytes that stand for them.
+"""The identity of tokens and blocks of a trace, and the bytes that stand for them.
 
 No model runs here, so the bytes of a token's key and value are made up: a cheap seeded function
 of (content, position, layer).  The content of a prompt token is the hash id of its 512-token
@@ -143,7 +143,7 @@ class TokenRows:
     def make(
         self, layer: int, tokens: NDArray[np.uint64]
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """As ``fill``, in memory of their own: for callers on several threads."""
+        """The rows that ``fill`` makes, in new memory: for callers on several threads."""
         rows = (tokens[:, None] ^ self._columns[layer]).astype("<u8", copy=False).view(np.uint8)
         key_bytes, value_bytes = self._row_bytes
         start = self._value_start

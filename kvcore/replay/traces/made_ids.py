@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which generator makes the top-k ids of a replay, and with which parameters."""
+"""The generators of top-k ids by name, and their parameters."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class MadeIds:
 
     @classmethod
     def of(cls, data: Any) -> MadeIds:
-        """From a TOML file's table: kind, basis, source and parameters."""
+        """Read from a table of a TOML file: kind, basis, source and parameters."""
         if not isinstance(data, Mapping) or not {"kind", "basis", "source"} <= set(data):
             fail("ids", "a table of kind, basis, source and parameters", shown(data)[:80])
         values = {key: data[key] for key in data if key not in ("kind", "basis", "source")}
@@ -75,7 +75,7 @@ class MadeIds:
         return self.make(topk, seed)
 
     def to_dict(self) -> dict[str, Any]:
-        """As a TOML file has it, with all parameters."""
+        """The table of a TOML file, with all parameters."""
         return {
             "kind": self.kind, "basis": self.basis, "source": self.source,
             **DEFAULTS[self.kind], **self.values,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes and the ids of a trace's requests, as the decode engine asks for them.
 
-Everything is a function of the seed and of the request, never of who else is served: a run that
-has only some of the requests for real sees the same ids and bytes as one that has them all.
+Everything is a function of the seed and of the request alone, not of the other requests: a run
+that moves the bytes of only some requests sees the same ids and bytes as one that moves all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Request:
 
 
 class RequestRows:
-    """Rows and ids of the requests that are served for real.
+    """Rows and ids of the requests whose bytes are really moved.
 
     ids: where the ids come from: a generator, or a file of them; None: `TurnoverIds` with its
          defaults.
@@ -59,7 +59,7 @@ class RequestRows:
         self._lane_bytes = [n for n in model.shape.row_bytes if n]
 
     def add(self, request: TraceRequest) -> None:
-        """Serve it from now on; nothing happens when it is served already."""
+        """Make rows and ids of this request from now on; no effect when they are made already."""
         if request.index not in self._requests:
             self._requests[request.index] = _Request(request, self._seed)
 

@@ -5,8 +5,8 @@
 with 3 degrees of freedom: few tokens matter always), a part that drifts (AR(1)) and white noise;
 the top-k highest are chosen.  Two numbers are fitted, rho and the size of the noise, to two
 published hit rates of one trace of 2,048 ids a step: previous selection 58.85%, LRU of 8,192
-entries 90.50% (cann-recipes-infer, GLM-5.2 offload guide).  The rates of other pools are what the
-model says.
+entries 90.50% (cann-recipes-infer, GLM-5.2 offload guide).  The rates of other pools follow
+from the model.
 A step costs some ten operations a token of the context.
 
 **Turnover** (`TurnoverIds`).  For long runs: each step keeps a given share of the last selection;
@@ -108,7 +108,7 @@ def score_trace(
 
 
 class ScoreIds:
-    """The same indexer, one call a step, for a context that may grow or shrink between calls.
+    """The indexer of `score_trace`, one call a step: the context may grow or shrink between calls.
 
     topk: ids a step; model: see `ScoreModel`.
     The parts of a token's score are drawn when the token is first seen.
