@@ -8,6 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 import kvcore
+from kvcore._kernels.step_times import TimeLine
 from kvcore.offload import DecodeEngine
 from kvcore.replay import ModelProfile
 from kvcore.replay.clock.step_clock import StepClock
@@ -93,3 +94,65 @@ def test_a_look_ahead_leaves_the_time_line_as_it_is() -> None:
         assert ahead[1] == times == plain.step(rows, 2, 2, 1, 300.0)
         assert ahead[0].us < ahead[2].us
         assert looked.now == plain.now
+
+
+def test_steps_in_a_row_are_the_steps_one_by_one() -> None:
+    model, profile = ModelProfile.named("glm-5.2"), DeviceProfile.named("A3")
+    groups = [(0, 1, 2), (3,), (4, 5)]
+    draw = np.random.default_rng(5)
+    count = 40
+    rows = draw.integers(0, 60_000, (count, 3, 3)) * (draw.random((count, 3, 3)) < 0.8)
+    tokens = draw.integers(1, 33, count).astype(float)
+    sent = tokens * draw.integers(0, 2, count)
+    args = (rows.astype(float), tokens, sent, np.ceil(sent / 2), draw.random(count) * 1e3)
+    waits = np.where(draw.random(count) < 0.3, draw.random(count) * 1e5, -1.0)
+    looks = (draw.random(count) < 0.3).astype(np.uint8)
+    looks[-1] = 0
+    together, apart = (StepClock(model, profile, groups, lanes=2) for _ in range(2))
+    times = together.steps(*args, waits=waits, looks=looks)
+    assert len(times) == count
+    for n in range(count):
+        if waits[n] >= 0:
+            apart.advance(waits[n])
+        one = (apart.peek if looks[n] else apart.step)(*(each[n] for each in args))
+        assert one.us == times.us[n]
+        assert one.serve_us == times.serve_us[n]
+        assert one.exposed_us == times.exposed_us[n]
+        assert one.link_us == times.link_us[n]
+        if not looks[n]:
+            assert apart.now == times.now_us[n]
+    assert together.now == apart.now
+    # As far as an arrival, and a step that is looked at comes with the step itself.
+    ends = times.now_us[looks == 0]
+    until = float(ends[4] + ends[5]) / 2e3
+    cut = StepClock(model, profile, groups, lanes=2)
+    found = cut.steps(*args, waits=waits, looks=looks, until_ms=until)
+    assert np.count_nonzero(looks[: len(found)] == 0) == 6
+    assert cut.now == ends[5]
+    assert len(cut.steps(*args, until_ms=0.0)) == 1  # the first comes in any case
+
+
+def test_operations_of_a_step_that_cannot_be() -> None:
+    order, before = np.arange(12, dtype=np.int32), np.full((12, 6), -1, np.int32)
+    good = {"order": order, "before": before, "row_of": np.zeros(2, np.int32)}
+    line = TimeLine(*good.values(), 2, 1.0)
+    assert (line.layers, line.operations, line.rows, line.now) == (2, 12, 1, 0.0)
+    for name, values in (
+        ("order", order[:6]),
+        ("order", np.zeros(12, np.int32)),
+        ("order", order + 1),
+        ("before", before[:6]),
+        ("before", before[:, :5].copy()),
+        ("before", before + 13),
+        ("row_of", np.full(2, -1, np.int32)),
+        ("row_of", np.zeros(0, np.int32)),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            TimeLine(*{**good, name: values}.values(), 2, 1.0)
+    prices = [np.zeros((3, 1, 6, 4)), np.zeros((3, 1, 6)), np.zeros(3), np.zeros(3, np.uint8)]
+    out = np.zeros((3, 5))
+    assert line.run(*prices, np.inf, out) == 3
+    for i, each in enumerate(prices):
+        fewer = [*prices[:i], each[:2], *prices[i + 1 :]]
+        with pytest.raises(ValueError, match="prices of every step"):
+            line.run(*fewer, np.inf, out)

@@ -19,7 +19,7 @@ from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.deployments.step_table import StepTable
 from kvcore.replay.models.profile import STEP, ModelProfile
 
-__all__ = ["ComputeParts", "ComputeTime"]
+__all__ = ["ComputeParts", "ComputeTime", "RunParts"]
 
 
 class ComputeTime:
@@ -64,6 +64,32 @@ class ComputeTime:
         parts = [(figure * times[key], assumed) for key, (figure, assumed) in self._figures.items()]
         return ComputeParts(parts)
 
+    def of_steps(self, contexts: NDArray[np.int64]) -> RunParts:
+        """The parts of many steps' times; `beyond` does not move (see `note`).
+
+        contexts: int64 [steps, batch].
+        """
+        count, batch = contexts.shape
+        if self.table is not None:
+            means = contexts.sum(axis=1) / max(1, batch)
+            at = [self.table.at(batch * self._scale, context) for context in means.tolist()]
+            return RunParts([(np.array(at), self.table.basis == "assumed")])
+        scale = self._scale
+        times = {
+            "step_fixed": np.ones(count),
+            "step_request": np.full(count, batch * scale),
+            "step_attended": np.minimum(contexts, self._topk).sum(axis=1) * scale,
+            "step_indexed": contexts.sum(axis=1) * scale,
+        }
+        parts = [(figure * times[key], assumed) for key, (figure, assumed) in self._figures.items()]
+        return RunParts(parts)
+
+    def note(self, contexts: NDArray[np.int64]) -> None:
+        """Note how far outside the table steps are, int64 [steps, batch]: they only grow."""
+        if self.table is not None:
+            for each in contexts[[0, -1]]:
+                self._of_table(each)
+
     def _of_table(self, contexts: NDArray[np.int64]) -> ComputeParts:
         assert self.table is not None
         batch = len(contexts)
@@ -94,6 +120,28 @@ class ComputeParts:
     def assumed(self) -> tuple[float, ...]:
         """Those that rest on an assumed figure."""
         return tuple(us for us, assumed in self._parts if assumed)
+
+
+class RunParts:
+    """Microseconds of many steps by figure: (us [steps], whether the figure is assumed)."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[tuple[NDArray[np.float64], bool]]) -> None:
+        self._parts = parts
+
+    @property
+    def us(self) -> NDArray[np.float64]:
+        """All of them together, in the order of `ComputeParts.us`."""
+        total = np.zeros(len(self._parts[0][0]))
+        for us, _ in self._parts:
+            total += us
+        return total
+
+    @property
+    def assumed(self) -> list[NDArray[np.float64]]:
+        """Those that rest on an assumed figure."""
+        return [us for us, assumed in self._parts if assumed]
 
 
 def _number(model: ModelProfile, key: str) -> float:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.replay.clock.step_clock import StepTimes
+from kvcore.replay.clock.step_clock import RunTimes, StepTimes
 from kvcore.replay.deployments.deployment import Deployment
 from kvcore.runtime.profile import COMPUTE, H2D, HBM
 
@@ -93,6 +93,33 @@ class InOrderClock:
         total = layer_us * self._layers + plan + serve
         self.now += total
         return StepTimes(total, serve, max(0.0, exposed), busy, plan)
+
+    def steps(
+        self,
+        rows: NDArray[np.float64],
+        tokens: NDArray[np.float64],
+        sent: NDArray[np.float64],
+        sent_pieces: NDArray[np.float64],
+        layer_us: NDArray[np.float64],
+        *,
+        waits: NDArray[np.float64],
+        looks: NDArray[np.uint8],
+        until_ms: float = np.inf,
+    ) -> RunTimes:
+        """Steps in a row: see `StepClock.steps`."""
+        found: list[tuple[float, ...]] = []
+        looked = False
+        for n in range(len(rows)):
+            if n and not looked and self.now / 1e3 >= until_ms:
+                break
+            if waits[n] >= 0:
+                self.advance(float(waits[n]))
+            looked = bool(looks[n])
+            one = (rows[n], float(tokens[n]), float(sent[n]), float(sent_pieces[n]))
+            times = (self.peek if looked else self.step)(*one, float(layer_us[n]))
+            figures = (times.us, times.serve_us, times.exposed_us, times.link_us)
+            found.append((*figures, self.now, times.plan_us))
+        return RunTimes(*np.array(found).T)
 
     def peek(
         self,

@@ -5,6 +5,8 @@ The model clock's arithmetic for the operations that `DecodeEngine` launches in 
 layer: for runs with too many steps to launch each.  Rows are numbers here, not necessarily whole:
 what most requests hit and missed is estimated.  A test holds it to the engine's own clock.
 
+Many steps are priced at once, as arrays, and timed in one call (`TimeLine`): `step` is one of them.
+
 The operations of a layer, and what they wait for (state is what the step before left):
 
 ===========  ==========================================================================
@@ -22,19 +24,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore._kernels import step_times
+from kvcore._kernels.step_times import TimeLine
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.runtime.profile import COMPUTE, D2H, H2D, HBM, DeviceProfile
 
-__all__ = ["StepClock", "StepTimes"]
+__all__ = ["RunTimes", "StepClock", "StepTimes"]
 
 WRITE, MISSES, HITS, ATTEND, INSTALL, SAVE = range(6)
 KINDS = 6
 UNUSED = -1.0
+NOTHING = -1.0  # comes before a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,30 @@ class StepTimes:
     exposed_us: float
     link_us: float
     plan_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunTimes:
+    """Microseconds of steps that follow one another: see `StepTimes`; float64 [steps] each.
+
+    now_us: the time after each; plan_us: see `StepTimes`.
+    """
+
+    us: NDArray[np.float64]
+    serve_us: NDArray[np.float64]
+    exposed_us: NDArray[np.float64]
+    link_us: NDArray[np.float64]
+    now_us: NDArray[np.float64]
+    plan_us: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.us)
+
+    def __getitem__(self, places: slice | NDArray[np.bool_]) -> RunTimes:
+        return RunTimes(
+            self.us[places], self.serve_us[places], self.exposed_us[places], self.link_us[places],
+            self.now_us[places], self.plan_us[places],
+        )  # fmt: skip
 
 
 class StepClock:
@@ -73,26 +101,29 @@ class StepClock:
         self._row_bytes, self._lanes, self._depth = model.row_bytes, lanes, depth
         self._service = device.service
         self._launch, self._event = device.value("launch_cost"), device.value("event_cost")
-        self.now: float = 0.0
-        self._group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-        self._first = np.array([place == 0 for group in groups for place in range(len(group))])
-        n = len(self._group_of)
-        self._order = self._launch_order([len(group) for group in groups])
+        sizes = [len(group) for group in groups]
+        first = np.array([place == 0 for size in sizes for place in range(size)])
+        order = self._launch_order(sizes)
         # Ties go by launch, so the model sees the operations in that order.
-        place_of = np.append(np.argsort(self._order), -1)
-        links = self._links(n).reshape(-1, 6)[self._order]
-        self._before = np.ascontiguousarray(place_of[links], np.int32)
-        self._ready = np.zeros((n, KINDS))
-        self._shares = np.full((n, KINDS, 4), UNUSED)
-        self._end = np.zeros((n, KINDS))
-        self._work = np.zeros((9, n * KINDS), np.int32)
-        self._free = np.zeros(4)
-        self._installed, self._saved = np.zeros((2, n))
-        self._attended, self._drained = np.zeros((2, depth))
-        self._turn = 0
-        self._tails = np.zeros(KINDS)  # the last end of each kind
+        place_of = np.append(np.argsort(order), -1)
+        links = self._links(first).reshape(-1, 6)[order]
+        # A group has a price for its first layer, which alone awaits the choice, and the others.
+        rows = 2 * np.repeat(np.arange(len(sizes)), sizes) + ~first
+        self._line = TimeLine(
+            order.astype(np.int32),
+            np.ascontiguousarray(place_of[links], np.int32),
+            rows.astype(np.int32),
+            depth,
+            self._event,
+        )
 
-    def _links(self, n: int) -> NDArray[np.int32]:
+    @property
+    def now(self) -> float:
+        """Microseconds."""
+        return self._line.now
+
+    def _links(self, first: NDArray[np.bool_]) -> NDArray[np.int32]:
+        n = len(first)
         before = np.full((n, KINDS, 6), -1, np.int32)
 
         def row(layer: int, kind: int) -> int:
@@ -102,7 +133,7 @@ class StepClock:
             used = layer - self._depth  # who had the same buffer
             before[layer, WRITE, 0] = row(layer - 1, ATTEND)
             links = [row(layer - 1, MISSES), row(used, ATTEND), row(used, INSTALL)]
-            if self._first[layer]:
+            if first[layer]:
                 links.append(row(layer, WRITE))
             before[layer, MISSES, : len(links)] = links
             before[layer, HITS, :2] = row(layer, WRITE), row(used, INSTALL)
@@ -133,12 +164,7 @@ class StepClock:
 
     def advance(self, us: float) -> None:
         """Let the device compute something else for so long."""
-        self.now = self._tails[ATTEND] = max(self.now, float(self._tails[ATTEND])) + us
-
-    def share(self, resource: int, nbytes: float, pieces: float) -> float:
-        """Microseconds of one resource that an operation takes."""
-        latency, piece, byte = self._service[resource]
-        return latency + pieces * piece + nbytes * byte
+        self._line.advance(us)
 
     def step(
         self,
@@ -148,48 +174,8 @@ class StepClock:
         sent_pieces: float,
         layer_us: float,
     ) -> StepTimes:
-        """One step.
-
-        rows:     [groups, 3] hits, misses and recent rows of each group, over the batch; each of
-                  its layers moves them.
-        tokens:   new tokens of the batch, their rows written in every layer.
-        sent:     tokens whose rows go to the host in every layer, in so many pieces a lane.
-        layer_us: compute time of a layer.
-        """
-        n, depth = len(self._group_of), self._depth
-        self._price(rows, tokens, sent, sent_pieces, layer_us)
-        begin = max(self.now + self._event, float(self._tails[ATTEND]))
-        host = self._launch_times(rows, sent, begin)
-        ready, turns = self._ready, (self._turn + np.arange(n)) % depth
-        ready[0] = np.maximum(ready[0], self._tails[[ATTEND, MISSES, WRITE, HITS, INSTALL, SAVE]])
-        ready[:, WRITE] = np.maximum(ready[:, WRITE], self._saved)
-        ready[:, MISSES] = np.maximum(ready[:, MISSES], self._saved)
-        ready[:, HITS] = np.maximum(ready[:, HITS], self._installed)
-        early = turns[: min(depth, n)]
-        reused = np.maximum(self._attended[early], self._drained[early])
-        ready[: len(early), MISSES] = np.maximum(ready[: len(early), MISSES], reused)
-        ready[: len(early), HITS] = np.maximum(ready[: len(early), HITS], self._drained[early])
-        end = self._end
-        order, places = self._order, len(self._order)
-        started, ended = np.empty((2, places))
-        served = step_times.run(
-            self._shares.reshape(-1, 4)[order], self._before, ready.reshape(-1)[order],
-            self._free, started, ended, self._work,
-        )  # fmt: skip
-        end.reshape(-1)[order] = ended
-        assert served == places
-        self._installed[:] = end[:, INSTALL]
-        if sent:
-            self._saved[:] = end[:, SAVE]
-        self._attended[turns[-depth:]] = end[-depth:, ATTEND]
-        self._drained[turns[-depth:]] = end[-depth:, INSTALL]
-        self._turn = int((self._turn + n) % depth)
-        self._tails = end[-1].copy()
-        self.now = max(host + self._event, float(end[-1, ATTEND]))
-        exposed = float(np.maximum(end[:, MISSES] - end[:, HITS], 0.0).sum())
-        waited = float((end[:, HITS] - end[:, WRITE]).sum())
-        link = float(np.maximum(self._shares[:, MISSES, H2D], 0.0).sum())
-        return StepTimes(self.now - begin, waited + exposed, exposed, link)
+        """One step: see `steps`, of which each argument is one."""
+        return _only(self.steps(*_one(rows, tokens, sent, sent_pieces, layer_us)))
 
     def peek(
         self,
@@ -200,58 +186,117 @@ class StepClock:
         layer_us: float,
     ) -> StepTimes:
         """What `step` would take now; the time line stays as it is."""
-        names = ("_free", "_installed", "_saved", "_attended", "_drained", "_tails")
-        kept = [(name, getattr(self, name).copy()) for name in names]
-        now, turn = self.now, self._turn
-        times = self.step(rows, tokens, sent, sent_pieces, layer_us)
-        for name, values in kept:
-            setattr(self, name, values)
-        self.now, self._turn = now, turn
-        return times
+        one = _one(rows, tokens, sent, sent_pieces, layer_us)
+        return _only(self.steps(*one, looks=np.ones(1, np.uint8)))
+
+    def steps(
+        self,
+        rows: NDArray[np.float64],
+        tokens: NDArray[np.float64],
+        sent: NDArray[np.float64],
+        sent_pieces: NDArray[np.float64],
+        layer_us: NDArray[np.float64],
+        *,
+        waits: NDArray[np.float64] | None = None,
+        looks: NDArray[np.uint8] | None = None,
+        until_ms: float = np.inf,
+    ) -> RunTimes:
+        """Steps in a row, as far as they begin before ``until_ms``; the first in any case.
+
+        rows:     [steps, groups, 3] hits, misses and recent rows of each group, over the batch;
+                  each of its layers moves them.
+        tokens:   [steps] new tokens of the batch, their rows written in every layer.
+        sent:     [steps] tokens whose rows go to the host in every layer, in so many pieces a lane
+                  (sent_pieces).
+        layer_us: [steps] compute time of a layer.
+        waits:    [steps] what the device computes before each (`advance`); negative: nothing.
+        looks:    [steps] 1 for one that is looked at (`peek`): it comes before the step itself, and
+                  has its wait.
+        """
+        shares = self._price(rows, tokens, sent, sent_pieces, layer_us)
+        out = np.empty((len(shares), 5))
+        served = self._line.run(
+            shares,
+            self._launch_costs(rows, sent),
+            np.full(len(shares), NOTHING) if waits is None else waits,
+            np.zeros(len(shares), np.uint8) if looks is None else looks,
+            until_ms,
+            out,
+        )
+        us, serve_us, exposed_us, link_us, now_us = out[:served].T
+        return RunTimes(us, serve_us, exposed_us, link_us, now_us, np.zeros(served))
+
+    def share(self, resource: int, nbytes: float, pieces: float) -> float:
+        """Microseconds of one resource that an operation takes."""
+        latency, piece, byte = self._service[resource]
+        return latency + pieces * piece + nbytes * byte
 
     def _price(
         self,
         rows: NDArray[np.float64],
-        tokens: float,
-        sent: float,
-        sent_pieces: float,
-        layer_us: float,
-    ) -> None:
-        """Shares of every operation; what does not happen uses nothing."""
-        size, lanes, group = self._row_bytes, self._lanes, self._group_of
-        missed, held = rows[:, 1], rows[:, 0] + rows[:, 2]
-        shares, nothing = self._shares, UNUSED
+        tokens: NDArray[np.float64],
+        sent: NDArray[np.float64],
+        sent_pieces: NDArray[np.float64],
+        layer_us: NDArray[np.float64],
+    ) -> NDArray[np.float64]:
+        """[steps, 2 * groups, kinds, 4] shares of every operation; none of what does not happen."""
+        size, lanes = self._row_bytes, self._lanes
+        count, groups = rows.shape[:2]
+        missed, held = rows[:, :, 1], rows[:, :, 0] + rows[:, :, 2]
+        shares = np.full((count, groups, 2, KINDS, 4), UNUSED)
+
+        def put(kind: int, resource: int, us: NDArray[np.float64]) -> None:
+            """By step, or by step and group."""
+            shares[:, :, :, kind, resource] = us.reshape(count, -1, 1)
+
+        def us(resource: int, nbytes: NDArray[np.float64], pieces: NDArray[np.float64]) -> Any:
+            latency, piece, byte = self._service[resource]
+            return latency + pieces * piece + nbytes * byte
+
         # As the engine counts: a row in device memory is read and written.
-        shares[:, WRITE, HBM] = self.share(HBM, 2 * tokens * size, tokens * lanes)
-        shares[:, WRITE, COMPUTE] = self.share(COMPUTE, 0, tokens * lanes)
-        for kind, resource, count, times in (
+        put(WRITE, HBM, us(HBM, 2 * tokens * size, tokens * lanes))
+        put(WRITE, COMPUTE, us(COMPUTE, 0 * tokens, tokens * lanes))
+        for kind, resource, moved, times in (
             (MISSES, H2D, missed, 1), (MISSES, HBM, missed, 1), (HITS, HBM, held, 2),
             (HITS, COMPUTE, held, 0), (INSTALL, HBM, missed, 2),
         ):  # fmt: skip
-            latency, piece, byte = self._service[resource]
-            us = latency + count * (lanes * piece + times * size * byte)
-            shares[:, kind, resource] = np.where(count > 0, us, nothing)[group]
-        shares[:, ATTEND, COMPUTE] = layer_us
+            taken = us(resource, times * size * moved, lanes * moved)
+            put(kind, resource, np.where(moved > 0, taken, UNUSED))
+        put(ATTEND, COMPUTE, layer_us)
         for resource in (D2H, HBM):
-            save_us = self.share(resource, sent * size, sent_pieces * lanes)
-            shares[:, SAVE, resource] = save_us if sent else nothing
+            taken = us(resource, sent * size, sent_pieces * lanes)
+            put(SAVE, resource, np.where(sent > 0, taken, UNUSED))
+        return shares.reshape(count, 2 * groups, KINDS, 4)
 
-    def _launch_times(self, rows: NDArray[np.float64], sent: float, begin: float) -> float:
-        """When the host launches each operation; returns when it has launched the last.
+    def _launch_costs(
+        self, rows: NDArray[np.float64], sent: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """[steps, 2 * groups, kinds] what an operation costs the host until it is launched.
 
         A launch, a record and a wait cost the host time, in the order of the engine.
         """
         launch, event = self._launch, self._event
-        missed = (rows[:, 1] > 0)[self._group_of]
-        held = (rows[:, 0] + rows[:, 2] > 0)[self._group_of]
-        cost = np.empty((len(self._group_of), KINDS))
-        cost[:, WRITE] = event + launch
-        cost[:, MISSES] = event + (3 + self._first) * event + missed * launch
-        cost[:, HITS] = event + 2 * event + held * launch
-        cost[:, ATTEND] = event + event + launch
-        cost[:, INSTALL] = event + 2 * event + missed * launch
-        cost[:, SAVE] = 2 * event + (event + launch if sent else 0.0)
-        host = self.now + self._event + np.cumsum(cost.reshape(-1)[self._order])
-        self._ready.reshape(-1)[self._order] = host
-        # What follows the launch of a save: its record; else the install's two records alone.
-        return float(host[-1]) + (event if sent else 0.0)
+        count, groups = rows.shape[:2]
+        missed = (rows[:, :, 1] > 0)[:, :, None]
+        held = (rows[:, :, 0] + rows[:, :, 2] > 0)[:, :, None]
+        cost = np.empty((count, groups, 2, KINDS))
+        cost[..., WRITE] = event + launch
+        cost[..., MISSES] = event + np.array((4, 3)) * event + missed * launch
+        cost[..., HITS] = event + 2 * event + held * launch
+        cost[..., ATTEND] = event + event + launch
+        cost[..., INSTALL] = event + 2 * event + missed * launch
+        cost[..., SAVE] = 2 * event + np.where(sent > 0, event + launch, 0.0)[:, None, None]
+        return cost.reshape(count, 2 * groups, KINDS)
+
+
+def _one(rows: NDArray[np.float64], *each: float) -> tuple[NDArray[np.float64], ...]:
+    """The arguments of one step as those of a run of one."""
+    return (np.asarray(rows, np.float64)[None], *np.array(each, np.float64)[:, None])
+
+
+def _only(times: RunTimes) -> StepTimes:
+    """The only step of a run."""
+    return StepTimes(
+        float(times.us[0]), float(times.serve_us[0]), float(times.exposed_us[0]),
+        float(times.link_us[0]),
+    )  # fmt: skip

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,13 +164,40 @@ class Latencies:
         self.first(progress, now_us)
         if not math.isnan(progress.last_us):
             return  # (the step that writes the last token computes none)
-        gap = now_us - progress.seen_us
-        if gap > 0:
-            self._gaps[_class_of(gap)] += 1
-            self._gap_sum += gap
+        self._gap(now_us - progress.seen_us, 1)
         progress.seen_us = now_us
         if written + 1 >= progress.tokens:
             progress.last_us = now_us
+
+    def many(
+        self, who: Sequence[Progress], now_us: Sequence[float], written: Sequence[int]
+    ) -> None:
+        """Steps have ended, each of which wrote a token of each of these requests.
+
+        now_us: [steps] when; written: output tokens of each written before the first.
+        """
+        through = [0] * (len(now_us) + 1)  # requests whose last gap ends with so many steps
+        for progress, before in zip(who, written, strict=True):
+            self.first(progress, now_us[0])
+            if not math.isnan(progress.last_us):
+                continue  # (the step that writes the last token computes none)
+            last = max(1, progress.tokens - 1 - before)  # the step that computes the last one
+            count = min(last, len(now_us))
+            self._gap(now_us[0] - progress.seen_us, 1)
+            through[count] += 1
+            progress.seen_us = now_us[count - 1]
+            if count == last:
+                progress.last_us = progress.seen_us
+        left = sum(through)
+        for n in range(1, len(now_us)):
+            left -= through[n]
+            self._gap(now_us[n] - now_us[n - 1], left)
+
+    def _gap(self, us: float, count: int) -> None:
+        """So many times so long passed between two tokens of a request."""
+        if us > 0 and count:
+            self._gaps[_class_of(us)] += count
+            self._gap_sum += count * us
 
     def leave(self, progress: Progress, *, finished: bool) -> None:
         """A request has left; of one that was aborted the parts that it had count."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvcore.replay.clock.step_clock import StepTimes
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["OffloadTotals", "Timeline"]
+from kvcore.replay.clock.step_clock import RunTimes, StepTimes
+
+__all__ = ["OffloadTotals", "Timeline", "summed"]
 
 POINTS = 512
 
@@ -114,3 +117,38 @@ class OffloadTotals:
         self.hit_bytes += rows[0] * row_bytes
         self.h2d_bytes += rows[1] * row_bytes
         self.d2h_bytes += sends * written * row_bytes * num_layers
+
+    def add_run(
+        self,
+        times: RunTimes,
+        batch: int,
+        rows: NDArray[np.float64],
+        row_bytes: int,
+        num_layers: int,
+        compute_us: NDArray[np.float64],
+        *,
+        sends: bool = True,
+    ) -> None:
+        """Add steps of one token of each request, in the order of `add_step`; rows: [steps, 3]."""
+        count = len(times)
+        self.steps += count
+        self.request_steps += count * batch
+        self.accepted += count * batch
+        self.written += count * batch
+        hits, misses, recent = rows.T
+        for name, values in (
+            ("hits", hits), ("misses", misses), ("recent", recent), ("decode_us", times.us),
+            ("compute_us", compute_us), ("serve_us", times.serve_us),
+            ("exposed_us", times.exposed_us), ("link_us", times.link_us),
+            ("plan_us", times.plan_us), ("hit_bytes", hits * row_bytes),
+            ("h2d_bytes", misses * row_bytes),
+        ):  # fmt: skip
+            setattr(self, name, summed(getattr(self, name), values))
+        self.d2h_bytes += sends * count * batch * row_bytes * num_layers
+
+
+def summed(total: float, values: NDArray[np.float64]) -> float:
+    """The total with the values added one after the other: as step by step, to the bit."""
+    for value in values.tolist():
+        total += value
+    return total

@@ -1,17 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replay that moves no rows itself: `StepClock` adds up what its steps take."""
+"""A replay that moves no rows itself: the clock's arithmetic adds up what its steps take.
+
+Steps between two events are not walked (`Run`): their contexts, rows and prices are arrays with a
+row a step, and one call of the clock times them.  The sums come out as step by step.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcore.offload.decode.result import StepResult
+from kvcore.replay.clock.step_clock import NOTHING, RunTimes
 from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
 from kvcore.replay.report.step_trace import StepTrace
-from kvcore.replay.serving.offloaded import Offloaded
+from kvcore.replay.report.totals import summed
+from kvcore.replay.serving.decoding import Decoding
+from kvcore.replay.serving.offloaded import Offloaded, StepLoad
+from kvcore.replay.serving.runs import Run
 from kvcore.replay.serving.scheduler import Running, Step
 
-__all__ = ["Accounted"]
+__all__ = ["Accounted", "RunLoad"]
+
+Clocked = tuple[
+    NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64],
+    NDArray[np.float64],
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RunLoad:
+    """Steps that repeat one another, as they are priced: each request writes one token in each.
+
+    who:        the requests; contexts, ages: int64 [steps, batch], tokens each has, and its steps
+                since it was admitted.
+    compute_us: [steps] of the whole step.
+    """
+
+    who: Sequence[Running]
+    contexts: NDArray[np.int64]
+    ages: NDArray[np.int64]
+    compute_us: NDArray[np.float64]
 
 
 class Accounted(Offloaded):
@@ -22,6 +57,8 @@ class Accounted(Offloaded):
     def __init__(self, model: ModelProfile | Deployment, options: OffloadOptions) -> None:
         super().__init__(model, options)
         self._trace = StepTrace(options.max_trace_events)
+        # Steps that are traced are walked, and so are drafts: how many stand differs.
+        self.sums_steps = not options.max_trace_events and not options.drafts
 
     @property
     def now_us(self) -> float:
@@ -49,6 +86,136 @@ class Accounted(Offloaded):
                 "decode step", self.now_us, us, batch=batch,
                 misses=round(misses), host_blocks=self._scheduler.pool.used,
             )  # fmt: skip
+
+    # -- many steps -------------------------------------------------------------------------
+
+    @abstractmethod
+    def _move_run(self, load: RunLoad) -> NDArray[np.float64]:
+        """[steps, groups, (hits, misses, recent)] rows of the batch in each step."""
+
+    def _looks(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[steps] by how many missed rows of a group a step is looked at; 0: it is not."""
+        return np.zeros(len(rows))
+
+    def _seen(self, load: RunLoad, moved: NDArray[np.float64], slopes: NDArray[np.float64]) -> None:
+        """Steps are served; slopes: microseconds by missed row of those that were looked at."""
+
+    def steps_left(self, step: Step) -> int:
+        """Steps until a request that decodes is aborted, at least 1."""
+        return min(
+            (self._decoding[r.request.index].abort_at - r.written for r in step.decode), default=1
+        )
+
+    def serve_run(self, run: Run) -> int:
+        """Sum up steps that repeat one another; returns how many began before somebody arrives."""
+        step = run.step
+        if not step.decode:
+            self.serve(step)
+            return 1
+        who = step.decode
+        states = [self._decoding[running.request.index] for running in who]
+        steps = np.arange(run.count)[:, None]
+        contexts = np.array([running.written for running in who], np.int64) + steps
+        ages = np.array([state.age for state in states], np.int64) + steps
+        compute = self._compute.of_steps(contexts)
+        load = RunLoad(who, contexts, ages, compute.us)
+        rows = self._move_run(load)
+        moved = self._looks(rows)
+        times, slopes = self._time(run, load, rows, moved)
+        count = len(times)
+        load = RunLoad(who, contexts[:count], ages[:count], load.compute_us[:count])
+        self._compute.note(load.contexts)
+        self._seen(load, moved[:count], slopes)
+        self._add(run, load, rows[:count], times)
+        for n in range(count):
+            for part in compute.assumed:
+                self.totals.assumed_compute_us += float(part[n])
+        self._feel_run(step, states, times)
+        for state in states:
+            state.age += count
+        return count
+
+    def _time(
+        self, run: Run, load: RunLoad, rows: NDArray[np.float64], moved: NDArray[np.float64]
+    ) -> tuple[RunTimes, NDArray[np.float64]]:
+        """What the steps take, and the slopes of those that are looked at: less and more missed."""
+        looked = moved > 0
+        entries = np.where(looked, 3, 1)
+        of = np.repeat(np.arange(run.count), entries)
+        ends = np.cumsum(entries) - 1  # where each step itself is
+        looks = np.ones(len(of), np.uint8)
+        looks[ends] = 0
+        priced, by = rows[of], moved[looked]
+        for place, sign in ((2, -1), (1, 1)):
+            shift = np.stack([-sign * by, sign * by, 0 * by], axis=1)
+            priced[ends[looked] - place] += shift[:, None]
+        waits = np.full(len(of), NOTHING)
+        if run.step.prefill:
+            waits[ends - entries + 1] = self._prompt_us(run.step) or 0.0
+        times = self.clock.steps(
+            *self._clocked_run(priced, load, of), waits=waits, looks=looks, until_ms=run.until_ms
+        )
+        at = ends[looked & (ends < len(times))]
+        slopes = (times.us[at - 1] - times.us[at - 2]) / (2 * by[: len(at)])
+        return times[looks[: len(times)] == 0], slopes
+
+    def _prompt_us(self, step: Step) -> float | None:
+        """What computing the step's prompt tokens takes; None: another device did."""
+        rate = self.options.prefill_tokens_per_s
+        return None if rate is None else sum(part[2] for part in step.prefill) / rate * 1e6
+
+    def _clocked_run(
+        self, rows: NDArray[np.float64], load: RunLoad, of: NDArray[np.int64]
+    ) -> Clocked:
+        """Steps as `StepClock.steps` takes them; of: which of the run each is."""
+        batch = len(load.who)
+        written = np.full(len(of), float(batch))
+        pieces = np.full(len(of), float(self._write_policy.pieces(batch, batch)))
+        us = load.compute_us[of]
+        if self._in_order:
+            # Each query of a request is served its rows; what several want is read once.
+            wanted = np.minimum(load.contexts + 1, self.model.topk).sum(axis=1)[of]
+            rows[:, :, 0] = np.maximum(0.0, wanted[:, None] - rows[:, :, 1])
+            rows[:, :, 2] = 0.0
+        else:
+            us = us + self._plan_us
+        return rows, written, written, pieces, us / self.model.layers
+
+    def _add(self, run: Run, load: RunLoad, rows: NDArray[np.float64], times: RunTimes) -> None:
+        """Add the steps to the totals and the time line."""
+        totals, batch, count = self.totals, len(load.who), len(times)
+        if run.step.prefill:
+            tokens = sum(part[2] for part in run.step.prefill)
+            nbytes = count * tokens * self.model.row_bytes * self.model.layers
+            us = self._prompt_us(run.step)
+            if us is None:
+                totals.received_bytes += nbytes
+            else:
+                totals.prefill_us = summed(totals.prefill_us, np.full(count, us))
+                totals.prefill_bytes += nbytes if self.sends_to_host else 0
+        sizes = np.array([len(group) for group in self.model.groups], np.float64)
+        moved = (rows * sizes[:, None]).sum(axis=1)
+        totals.add_run(
+            times, batch, moved, self.model.row_bytes, self.model.layers, load.compute_us,
+            sends=self.sends_to_host,
+        )  # fmt: skip
+        last = StepLoad(load.who, load.contexts[-1], np.ones(batch, np.int64), (), 0.0)
+        totals.peak_device_bytes = max(totals.peak_device_bytes, self._held(last))
+        totals.peak_host_blocks = max(self._scheduler.pool.peak_used, int(run.used[count - 1]))
+        asked = moved[:, 0] + moved[:, 1]
+        rates = np.where(asked > 0, moved[:, 0] / np.where(asked > 0, asked, 1.0), 1.0)
+        points = (times.now_us, times.us, rates, run.used[:count])
+        for now, us, rate, used in zip(*(values.tolist() for values in points), strict=True):
+            self.timeline.add(now, us, rate, batch, used)
+
+    def _feel_run(self, step: Step, states: Sequence[Decoding], times: RunTimes) -> None:
+        """Note which tokens have come out at the ends of the steps."""
+        now, felt = times.now_us.tolist(), self.latencies
+        for running, start, count in step.prefill:
+            if start + len(now) * count >= running.known:
+                felt.first(self._decoding[running.request.index].progress, now[-1])
+        written = [running.written - running.request.input_length for running in step.decode]
+        felt.many([state.progress for state in states], now, written)
 
     def verify(self, running: Running, count: int) -> None:
         """Nothing: there are no bytes of the request."""

@@ -66,11 +66,15 @@ class Usage:
     def add(
         self, places: NDArray[np.int64], wanted: NDArray[np.int64], slope: float | None
     ) -> None:
-        """A step's requests; slope: microseconds by missed row, None when it was not looked at."""
+        """Requests of steps; slope: microseconds by missed row, None: they were not looked at."""
         np.add.at(self.wanted, places, wanted)
         if slope is not None:
-            np.add.at(self._slope, places, slope * wanted)
-            np.add.at(self._sloped, places, wanted)
+            self.add_slope(places, wanted, slope)
+
+    def add_slope(self, places: NDArray[np.int64], wanted: NDArray[np.int64], slope: float) -> None:
+        """What a missed row costs in a step that was looked at."""
+        np.add.at(self._slope, places, slope * wanted)
+        np.add.at(self._sloped, places, wanted)
 
     def cost(self) -> NDArray[np.float64]:
         """[classes] microseconds, over the run, by share of misses of the class."""

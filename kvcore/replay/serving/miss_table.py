@@ -32,6 +32,9 @@ class MissTable:
         self._own: dict[int, dict[int, NDArray[np.float64]]] = {}
         self.totals: NDArray[np.float64] = np.zeros((CLASSES, 4))  # wanted, hits, misses, recent
         self.nearest: NDArray[np.int64] = np.zeros(CLASSES, np.int64)
+        # What is asked for, once it is settled: by class, and of each sampled request.
+        self._shares = shares_of(self.totals)
+        self._own_shares: dict[int, tuple[NDArray[np.int64], NDArray[np.float64]]] = {}
 
     @property
     def samples(self) -> int:
@@ -56,6 +59,11 @@ class MissTable:
         known = np.flatnonzero(self.totals[:, 0])
         if len(known):
             self.nearest = nearest_of(np.arange(CLASSES), known)
+        self._shares = shares_of(self.totals[self.nearest])
+        for request, own in self._own.items():
+            classes = sorted(own)
+            rows = np.array([own[place] for place in classes])
+            self._own_shares[request] = np.array(classes), shares_of(rows)
 
     def shares(self, places: NDArray[np.int64], requests: list[int]) -> NDArray[np.float64]:
         """[n, 3] hits, misses and recent rows by wanted row; all misses before any was learned.
@@ -70,6 +78,21 @@ class MissTable:
                 if seen is not None:
                     rows[i] = seen
         return shares_of(rows)
+
+    def shares_of_steps(
+        self, places: NDArray[np.int64], requests: list[int]
+    ) -> NDArray[np.float64]:
+        """[steps, n, 3] shares as `shares` has them, of classes [steps, n]."""
+        found = self._shares[places]
+        for i, request in enumerate(requests):
+            own = self._own_shares.get(request)
+            if own is not None:
+                known, shares = own
+                column = places[:, i]
+                at = np.minimum(np.searchsorted(known, column), len(known) - 1)
+                mine = known[at] == column
+                found[mine, i] = shares[at[mine]]
+        return found
 
     def without_each(self) -> Iterator[NDArray[np.float64]]:
         """[CLASSES, 4] the totals without each sampled request in turn: read each at once."""

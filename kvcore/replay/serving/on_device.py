@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvcore.offload.decode.result import StepResult
 from kvcore.replay.report.report import Mismatch
-from kvcore.replay.serving.accounted import Accounted
+from kvcore.replay.serving.accounted import Accounted, Clocked, RunLoad
 from kvcore.replay.serving.decoding import Decoding
 from kvcore.replay.serving.fit import device_blocks
 from kvcore.replay.serving.offloaded import StepLoad
@@ -40,6 +40,16 @@ class OnDevice(Accounted):
         self, load: StepLoad, states: Sequence[Decoding]
     ) -> tuple[NDArray[np.float64], StepResult | None]:
         return np.zeros((len(self.groups), 3)), None
+
+    def _move_run(self, load: RunLoad) -> NDArray[np.float64]:
+        return np.zeros((len(load.compute_us), len(self.model.groups), 3))
+
+    def _clocked_run(
+        self, rows: NDArray[np.float64], load: RunLoad, of: NDArray[np.int64]
+    ) -> Clocked:
+        nothing = np.zeros(len(of))
+        written = np.full(len(of), float(len(load.who)))
+        return rows, written, nothing, nothing, load.compute_us[of] / self.model.layers
 
     def _held(self, load: StepLoad) -> int:
         return 0  # all of it is in blocks

@@ -21,6 +21,7 @@ from kvcore.replay.report.report import Outcome, Report
 from kvcore.replay.serving.in_full import OffloadedInFull
 from kvcore.replay.serving.on_device import OnDevice
 from kvcore.replay.serving.resident import Resident, ResidentOptions
+from kvcore.replay.serving.runs import run_of
 from kvcore.replay.serving.sampled import OffloadedSampled
 from kvcore.replay.serving.strategy import Strategy
 from kvcore.replay.traces.reader import TraceRequest, check_requests
@@ -145,7 +146,10 @@ class Replay(Generic[R]):
     # -- a step ---------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Prepare, or plan, serve and check one step; False when there is nothing left to do."""
+        """Prepare, or plan, serve and check one step; False when there is nothing left to do.
+
+        Where the strategy sums steps, those that repeat the planned one are done with it.
+        """
         serving, scheduler, times = self.serving, self.scheduler, self.serving.times
         if serving.prepare():
             return True
@@ -161,10 +165,17 @@ class Replay(Generic[R]):
             serving.admitted(running)
         for source, target in step.copies:
             self._copied_bytes += serving.copy_block(source, target)
-        times.schedule_ns += perf_counter_ns() - begin
-        accepted = serving.serve(step)
-        begin = perf_counter_ns()
-        finished = scheduler.commit(step, accepted)
+        if serving.sums_steps:
+            run = run_of(scheduler, step, serving.steps_left(step), now)
+            times.schedule_ns += perf_counter_ns() - begin
+            count = serving.serve_run(run)
+            begin = perf_counter_ns()
+            finished = scheduler.commit_run(run, count)
+        else:
+            times.schedule_ns += perf_counter_ns() - begin
+            accepted = serving.serve(step)
+            begin = perf_counter_ns()
+            finished = scheduler.commit(step, accepted)
         times.schedule_ns += perf_counter_ns() - begin
         for running in finished:
             self._leave(running, finished=True)

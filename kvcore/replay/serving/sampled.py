@@ -17,7 +17,7 @@ from kvcore.offload.decode.result import StepResult
 from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
-from kvcore.replay.serving.accounted import Accounted
+from kvcore.replay.serving.accounted import Accounted, RunLoad
 from kvcore.replay.serving.decoding import Decoding
 from kvcore.replay.serving.interval import Interval, Usage, interval_of
 from kvcore.replay.serving.miss_table import classes_of
@@ -84,6 +84,25 @@ class OffloadedSampled(Accounted):
         rows += (shares * wanted[:, None]).sum(axis=0)
         self._usage.add(places, wanted, self._slope(load, rows))
         return rows, None
+
+    def _move_run(self, load: RunLoad) -> NDArray[np.float64]:
+        wanted = np.minimum(load.contexts + 1, self.model.topk)
+        places = classes_of(load.contexts, load.ages)
+        who = [running.request.index for running in load.who]
+        shares = self.rehearsal.table.shares_of_steps(places, who)
+        rows = (shares * wanted[:, :, None]).sum(axis=1)
+        return np.repeat(rows[:, None], len(self.model.groups), axis=1)
+
+    def _looks(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        due = (self.totals.steps + np.arange(len(rows))) % LOOK_EVERY == 0
+        return np.where(due, np.minimum(MOVED * rows[:, 0, 1], rows[:, 0, 0]), 0.0)
+
+    def _seen(self, load: RunLoad, moved: NDArray[np.float64], slopes: NDArray[np.float64]) -> None:
+        wanted = np.minimum(load.contexts + 1, self.model.topk)
+        places = classes_of(load.contexts, load.ages)
+        self._usage.add(places, wanted, None)
+        for n, slope in zip(np.flatnonzero(moved > 0), slopes.tolist(), strict=True):
+            self._usage.add_slope(places[n], wanted[n], slope)
 
     def _slope(self, load: StepLoad, rows: NDArray[np.float64]) -> float | None:
         """Microseconds of this step by row that a group misses, when it is looked at."""

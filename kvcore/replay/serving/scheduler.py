@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,9 @@ from kvcore.offload.blocks.pool import BlockPool
 from kvcore.offload.checks import check_integer
 from kvcore.replay.traces.content import block_keys
 from kvcore.replay.traces.reader import TraceRequest
+
+if TYPE_CHECKING:
+    from kvcore.replay.serving.runs import Run
 
 __all__ = ["Counters", "Running", "Scheduler", "Step"]
 
@@ -210,19 +214,42 @@ class Scheduler:
         accepted: of each who decodes, how many of its tokens stand; None: one of each.
         The finished still hold their blocks: `retire` each of them.
         """
-        counters = self.counters
         for running, start, count in step.prefill:
-            running.written = start + count
-            again = min(count, max(0, running.reached - start))
-            running.reached = max(running.reached, running.written)
-            counters.recomputed_tokens += again
-            counters.prefill_tokens += count - again
-            self._register(running)
+            self._computed(running, start, count)
         stand = accepted if accepted is not None else [1] * len(step.decode)
         for running, count in zip(step.decode, stand, strict=True):
             running.written = running.reached = running.written + count
-        counters.decode_tokens += sum(stand)
+        self.counters.decode_tokens += sum(stand)
         return [r for r in self.running if r.written == r.request.total_tokens]
+
+    def commit_run(self, run: Run, count: int) -> list[Running]:
+        """Commit the first ``count`` steps of a run, of which the first was planned.
+
+        Plans the others on the way: blocks are taken and named in the order of steps.
+        """
+        step, new, place = run.step, run.new, 0
+        for n in range(count):
+            if run.awaits_blocks and n and n == count - 1:
+                self._blocked_at = self.pool.free
+            while place < len(new) and new[place][0] == n:
+                self._take_block(step.decode[new[place][1]])
+                place += 1
+            for running, start, tokens in step.prefill:
+                self._computed(running, start + n * tokens, tokens)
+        for running in step.decode:
+            running.written = running.reached = running.written + count
+        self.counters.steps += count - 1
+        self.counters.decode_tokens += count * len(step.decode)
+        return [r for r in self.running if r.written == r.request.total_tokens]
+
+    def _computed(self, running: Running, start: int, count: int) -> None:
+        """Prompt tokens of the request are written."""
+        running.written = start + count
+        again = min(count, max(0, running.reached - start))
+        running.reached = max(running.reached, running.written)
+        self.counters.recomputed_tokens += again
+        self.counters.prefill_tokens += count - again
+        self._register(running)
 
     def retire(self, running: Running) -> None:
         """Give a finished request's blocks back; whole prompt blocks stay findable."""
@@ -249,12 +276,7 @@ class Scheduler:
     def _can_write_next(self, running: Running, step: Step) -> bool:
         place, row = divmod(running.written, self.block_size)
         if place == len(running.blocks):
-            fresh = self.pool.allocate()
-            if fresh is None:
-                return False
-            running.blocks += fresh
-            self.tables[running.row, place] = fresh[0]
-            return True
+            return self._take_block(running)
         # Most tokens land in a block that was private one token ago, but it may have been
         # taken by a request of the same prompt since.
         shared = running.blocks[place]
@@ -270,16 +292,22 @@ class Scheduler:
         self.pool.release([shared])
         return True
 
+    def _take_block(self, running: Running) -> bool:
+        """A block behind the request's last; False when the pool has none."""
+        fresh = self.pool.allocate()
+        if fresh is None:
+            return False
+        self.tables[running.row, len(running.blocks)] = fresh[0]
+        running.blocks += fresh
+        return True
+
     def _room(self, running: Running) -> int:
         """Drafts that the request can write behind its next token, with blocks for them."""
         more = min(self.drafts, running.request.total_tokens - running.written - 1)
         needed = self._blocks_for(running.written + 1 + more) - len(running.blocks)
         for _ in range(needed):
-            fresh = self.pool.allocate()
-            if fresh is None:
+            if not self._take_block(running):
                 return len(running.blocks) * self.block_size - running.written - 1
-            self.tables[running.row, len(running.blocks)] = fresh[0]
-            running.blocks += fresh
         return more
 
     def _preempt(self, running: Running, step: Step) -> None:
@@ -314,18 +342,32 @@ class Scheduler:
             running = self.waiting[0]
             if now_ms is not None and running.request.timestamp_ms > now_ms:
                 return
-            if not running.keys:
-                running.keys = block_keys(running.request, self.block_size, running.known)
-            hits = self.pool.match(running.keys)
-            needed = len(running.keys) - sum(self.pool.references(block) > 0 for block in hits)
-            headroom = len(self.running) + 1 if self.running else 0
-            if needed + headroom > self.pool.free:
+            hits = self._found(running)
+            if hits is None:
                 self._blocked_at = self.pool.free
                 return
             self.waiting.popleft()
             self._start(running, hits)
             budget -= running.missing
             step.admitted.append(running)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the batch has room for one more."""
+        return len(self.running) < self.max_batch
+
+    def head_fits(self) -> bool:
+        """Whether the pool has blocks now for the head of the queue, which there is."""
+        return self._found(self.waiting[0]) is not None
+
+    def _found(self, running: Running) -> list[int] | None:
+        """Blocks of a waiting request that are cached; None: the pool lacks the others."""
+        if not running.keys:
+            running.keys = block_keys(running.request, self.block_size, running.known)
+        hits = self.pool.match(running.keys)
+        needed = len(running.keys) - sum(self.pool.references(block) > 0 for block in hits)
+        headroom = len(self.running) + 1 if self.running else 0
+        return None if needed + headroom > self.pool.free else hits
 
     def _start(self, running: Running, hits: list[int]) -> None:
         self.pool.acquire(hits)

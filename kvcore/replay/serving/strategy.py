@@ -9,6 +9,9 @@ do; then a step calls, in this order::
 
     admitted, copy_block, serve           # then the scheduler's commit
     leaving, verify, left                 # of each request that has finished or is aborted
+
+A strategy that sums steps (``sums_steps``) is asked to serve a run of them (`serve_run`) where
+nothing happens between two.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from kvcore.replay.report.report import Mismatch, Outcome, Report
+    from kvcore.replay.serving.runs import Run
     from kvcore.replay.serving.scheduler import Running, Scheduler, Step
     from kvcore.replay.traces.reader import TraceRequest
 
@@ -45,7 +49,10 @@ class Strategy(ABC, Generic[R_co]):
     verify_samples: tokens that are read back when requests finish, over the whole trace.
     times:          where the time on this machine went; the replay adds scheduling and checks.
     verified, mismatches: samples compared so far, and rows of them that were wrong.
+    sums_steps:     whether steps that repeat one another are served together.
     """
+
+    sums_steps = False
 
     verify_samples: int
     times: Timings
@@ -87,6 +94,18 @@ class Strategy(ABC, Generic[R_co]):
 
         Returns how many tokens of each request that decodes stand; None: one of each.
         """
+
+    def steps_left(self, step: Step) -> int:
+        """Steps like this one, at least 1, until a request of it is aborted."""
+        raise NotImplementedError
+
+    def serve_run(self, run: Run) -> int:
+        """Serve steps that repeat one another, a token of each request in each.
+
+        Returns how many were served, at least 1: the next one begins when somebody arrives.
+        Called only where steps are summed.
+        """
+        raise NotImplementedError
 
     def is_aborted(self, running: Running) -> bool:
         """Whether the request is aborted now, before its end."""
