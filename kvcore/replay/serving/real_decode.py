@@ -34,6 +34,8 @@ from kvcore.runtime.profile import DeviceProfile
 __all__ = ["RealDecode", "check_host_memory"]
 
 _LANES = ("key", "value")
+#: Prompt tokens whose rows are made at a time.
+PIECE = 2048
 
 
 def check_host_memory(
@@ -200,15 +202,14 @@ class RealDecode:
         if not count:
             return
         self.device.synchronize_blocking()
-        positions = np.arange(first, first + count)
-        blocks, offsets = (
-            table[positions // self._options.block_size],
-            positions % (self._options.block_size),
-        )
-        for layer in self.layers:
-            made = self.rows.make(request.index, layer, first, count)
-            for lane, rows in zip(self.full[layer], made, strict=True):
-                lane.__kvcore_array__[blocks, offsets] = rows
+        size = self._options.block_size
+        for start in range(first, first + count, PIECE):
+            positions = np.arange(start, min(start + PIECE, first + count))
+            blocks, offsets = table[positions // size], positions % size
+            for layer in self.layers:
+                made = self.rows.make(request.index, layer, start, len(positions))
+                for lane, rows in zip(self.full[layer], made, strict=True):
+                    lane.__kvcore_array__[blocks, offsets] = rows
 
     def copy_block(self, source: int, target: int) -> int:
         """Copy a block of every layer within the host; returns the bytes."""

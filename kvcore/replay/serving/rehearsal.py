@@ -9,6 +9,7 @@ when its requests' turn comes, the first steps would have nothing to go by.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from kvcore.runtime.profile import DeviceProfile
 __all__ = ["Rehearsal"]
 
 PLACES = 4
+#: Blocks for all of them together, by those of the longest request.
+BLOCKS = 1.5
 
 
 @dataclass(slots=True)
@@ -72,7 +75,8 @@ class Rehearsal:
         num_groups = min(options.sample_layers, len(self._sizes))
         self._waiting = deque(sample)
         longest = max(request.total_tokens for request in sample)
-        self._blocks = -(-(longest + 1) // options.block_size)
+        blocks = math.ceil(BLOCKS * self._blocks_for(longest))
+        self._free_blocks = list(range(blocks - 1, -1, -1))
         places = min(PLACES, len(sample))
         self._free = list(range(places))
         self._running: list[_Served] = []
@@ -83,7 +87,7 @@ class Rehearsal:
             model, options, profile, pool,
             layers=range(num_groups),
             groups={n: (n,) for n in range(num_groups)},
-            blocks=places * self._blocks,
+            blocks=blocks,
             places=places,
             max_tokens=longest + 1,
             timed=False,
@@ -95,7 +99,10 @@ class Rehearsal:
         if self._closed:
             return False
         while self._free and self._waiting:
-            self._admit(self._waiting.popleft())
+            needed = self._blocks_for(self._waiting[0].total_tokens)
+            if needed > len(self._free_blocks):
+                break
+            self._admit(self._waiting.popleft(), needed)
         self._leave_ended()  # those that generate nothing
         if self._running:
             self._decode()
@@ -111,10 +118,13 @@ class Rehearsal:
             self._closed = True
             self.real.close()
 
-    def _admit(self, request: TraceRequest) -> None:
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-(tokens + 1) // self._options.block_size)
+
+    def _admit(self, request: TraceRequest, blocks: int) -> None:
         place = self._free.pop()
         running = Running(request, request.input_length, row=place)
-        table = place * self._blocks + np.arange(self._blocks)
+        table = np.array([self._free_blocks.pop() for _ in range(blocks)], np.int64)
         groups = draw_groups(self._sizes, self._options.sample_layers, self._options, request.index)
         self.real.groups_of[request.index] = groups.numbers
         self.real.place(request, table, 0, request.input_length)
@@ -162,6 +172,7 @@ class Rehearsal:
         del self.real.groups_of[index]
         self._running.remove(served)
         self._free.append(running.row)
+        self._free_blocks += served.table[::-1].tolist()
 
     def _verify(self, served: _Served) -> None:
         """Compare the request's share of the samples on the host with what they must be."""

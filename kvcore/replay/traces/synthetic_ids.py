@@ -245,7 +245,7 @@ class TurnoverIds:
         draw = self._draw
         count = int(draw.binomial(count, self.reuse))
         ages = draw.geometric(1 / self.distance, count)
-        sizes = np.array([0, *(len(ids) for ids in reversed(self._dropped))])
+        sizes = np.array([0, *map(len, reversed(self._dropped))])
         ages = ages[ages < len(sizes)]
         ages = ages[sizes[ages] > 0]
         if not len(ages):
@@ -274,6 +274,11 @@ class TurnoverIds:
         """Those of the ids that are free, each once; taken from now on."""
         ids = ids[ids < num_tokens]
         ids = ids[~self._taken[ids]]
-        ids = np.unique(ids)
+        ids.sort()
+        if len(ids):  # (numpy.unique does the same, through a table)
+            first = np.empty(len(ids), bool)
+            first[0] = True
+            np.not_equal(ids[1:], ids[:-1], out=first[1:])
+            ids = ids[first]
         self._taken[ids] = True
         return ids
