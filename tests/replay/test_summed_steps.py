@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvcore.replay import ModelProfile, OffloadOptions, OffloadReplay, generate_trace
+from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.traces.reader import TraceRequest
 
 SMALL = {"batch": 4, "sample_requests": 3, "pool": 512, "verify_samples": 20}
@@ -45,11 +47,14 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def figures(trace: list[TraceRequest], *, walked: bool, **options: Any) -> dict[str, Any]:
+Model = ModelProfile | Deployment
+
+
+def figures(
+    trace: list[TraceRequest], model: Model, *, walked: bool, **options: Any
+) -> dict[str, Any]:
     """Everything a replay says, by name, and what its schedule left in the pool of blocks."""
-    replay = OffloadReplay(
-        trace, ModelProfile.named("tiny-sparse"), OffloadOptions(fidelity="sampled", **options)
-    )
+    replay = OffloadReplay(trace, model, OffloadOptions(fidelity="sampled", **options))
     calls = [0]
     if walked:
         replay.serving.sums_steps = False
@@ -88,19 +93,50 @@ def figures(trace: list[TraceRequest], *, walked: bool, **options: Any) -> dict[
 )
 def test_summed_as_walked(options: dict[str, Any]) -> None:
     given = {**SMALL, **options}
-    trace = requests()
-    one_by_one = figures(trace, walked=True, **given)
-    together = figures(trace, walked=False, **given)
+    one_by_one = both(requests(), ModelProfile.named("tiny-sparse"), given)
+    if given.get("host_blocks") == 200:
+        assert one_by_one[".counters.preemptions"] > 0
+    if given.get("abort_share"):
+        assert one_by_one[".requests.aborted"] > 0
+
+
+def both(trace: list[TraceRequest], model: Model, given: dict[str, Any]) -> dict[str, Any]:
+    """The figures of the walked run, to which those of the summed one are equal."""
+    one_by_one = figures(trace, model, walked=True, **given)
+    together = figures(trace, model, walked=False, **given)
     assert together.keys() == one_by_one.keys()
     for name, value in one_by_one.items():
         if isinstance(value, float):
             assert together[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
         else:
             assert together[name] == value, name
-    if given.get("host_blocks") == 200:
-        assert one_by_one[".counters.preemptions"] > 0
-    if given.get("abort_share"):
-        assert one_by_one[".requests.aborted"] > 0
+    return one_by_one
+
+
+def test_a_dense_model_without_offload() -> None:
+    given = {"batch": 4, "policy": "none", "weights_gib": 20.0, "arrivals": "time"}
+    assert both(requests(), ModelProfile.named("llama-3-8b"), given)[".steps"] > 0
+
+
+@pytest.mark.parametrize("table", [False, True])
+def test_layers_that_are_served_in_order(tmp_path: Path, table: bool) -> None:
+    """Rows are not read ahead, choosing them takes time, and a table may time the steps."""
+    text = (
+        'name = "mine"\nmodel = "tiny-sparse"\ndevice = "A3"\n'
+        'figures.serve = {value = "in order", basis = "assumed", source = "a test"}\n'
+        'figures.serve_overlap = {value = 0.75, basis = "assumed", source = "a test"}\n'
+        'figures.plan_group = {value = 10.0, basis = "assumed", source = "a test"}\n'
+    )
+    if table:
+        text += (
+            "[step_table]\nbatch = [1, 2]\ncontext = [1000]\nus = [[500.0], [600.0]]\n"
+            'basis = "measured"\nsource = "a profiler"\n'
+        )
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    for options in ({}, {"arrivals": "time"}):
+        found = both(requests(), Deployment.load(path), {**SMALL, **options})
+        assert found[".model_time_us.serve"] > 0
 
 
 @pytest.mark.parametrize("after", [1, 5])

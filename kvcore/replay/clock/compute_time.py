@@ -75,11 +75,13 @@ class ComputeTime:
             at = [self.table.at(batch * self._scale, context) for context in means.tolist()]
             return RunParts([(np.array(at), self.table.basis == "assumed")])
         scale = self._scale
+        attended = np.minimum(contexts, self._topk) if self._topk else contexts
+        indexed = contexts.sum(axis=1) * scale if self._topk else np.zeros(count)
         times = {
             "step_fixed": np.ones(count),
             "step_request": np.full(count, batch * scale),
-            "step_attended": np.minimum(contexts, self._topk).sum(axis=1) * scale,
-            "step_indexed": contexts.sum(axis=1) * scale,
+            "step_attended": attended.sum(axis=1) * scale,
+            "step_indexed": indexed,
         }
         parts = [(figure * times[key], assumed) for key, (figure, assumed) in self._figures.items()]
         return RunParts(parts)

@@ -193,7 +193,9 @@ class Accounted(Offloaded):
             else:
                 totals.prefill_us = summed(totals.prefill_us, np.full(count, us))
                 totals.prefill_bytes += nbytes if self.sends_to_host else 0
-        sizes = np.array([len(group) for group in self.model.groups], np.float64)
+        wanted = np.minimum(load.contexts + 1, self.model.topk).sum(axis=1)
+        totals.wanted = summed(totals.wanted, wanted.astype(np.float64) * self.model.layers)
+        sizes = np.array([len(group) for group in self.groups], np.float64)
         moved = (rows * sizes[:, None]).sum(axis=1)
         totals.add_run(
             times, batch, moved, self.model.row_bytes, self.model.layers, load.compute_us,

@@ -42,7 +42,7 @@ class OnDevice(Accounted):
         return np.zeros((len(self.groups), 3)), None
 
     def _move_run(self, load: RunLoad) -> NDArray[np.float64]:
-        return np.zeros((len(load.compute_us), len(self.model.groups), 3))
+        return np.zeros((len(load.compute_us), len(self.groups), 3))
 
     def _clocked_run(
         self, rows: NDArray[np.float64], load: RunLoad, of: NDArray[np.int64]
