@@ -9,9 +9,7 @@ again with other figures of time takes what was learned the first time.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from kvcore.errors import fail
 from kvcore.replay.clock.mean_step import MeanStep
@@ -19,14 +17,11 @@ from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.options import OffloadOptions
 from kvcore.replay.prediction.measurements import MeasuredRow, Measurements
 from kvcore.replay.report.offloaded import OffloadReport
-from kvcore.replay.report.report import Mismatch
 from kvcore.replay.serving.fit import fit
-from kvcore.replay.serving.miss_table import MissTable
-from kvcore.replay.serving.real_decode import RealDecode
 from kvcore.replay.serving.rehearsal import Rehearsal
-from kvcore.replay.serving.replay import OffloadReplay, Replay
+from kvcore.replay.serving.replay import OffloadReplay
 from kvcore.replay.serving.sampled import OffloadedSampled
-from kvcore.replay.traces.reader import HASH_BLOCK_TOKENS, TraceRequest, read_trace
+from kvcore.replay.traces.reader import HASH_BLOCK_TOKENS, read_trace
 
 __all__ = ["RowRuns", "check_rows", "row_command", "row_lines", "row_options"]
 
@@ -35,6 +30,8 @@ REAL_REQUESTS = 1
 REAL_LAYERS = 1
 VERIFIED = 100
 DEFAULT_BLOCKS = 65_536
+#: Each keeps the caches of its sampled request.
+MOST_LEARNED = 8
 
 
 def row_lines(row: MeasuredRow) -> list[bytes]:
@@ -86,44 +83,6 @@ def row_command(row: MeasuredRow, deployment: Deployment, trace: str) -> list[st
     return words
 
 
-@dataclass(slots=True)
-class _Told:
-    """What a rehearsal taught, without its caches: in its place for a replay that serves nothing.
-
-    It is its own ``real`` part too: verified and mismatches are the rehearsal's.
-    """
-
-    table: MissTable
-    rows: int
-    verified: int
-    mismatches: list[Mismatch]
-
-    @property
-    def real(self) -> _Told:
-        return self
-
-    def step(self) -> bool:
-        """There is nothing left to serve."""
-        return False
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class _Learned(OffloadedSampled):
-    """A sampled replay that takes what another one learned."""
-
-    def __init__(self, deployment: Deployment, options: OffloadOptions, known: _Told) -> None:
-        super().__init__(deployment, options)
-        self._known = known
-
-    def _take(self, requests: Sequence[TraceRequest]) -> None:
-        self._requests = len(requests)
-        self.rehearsal = cast("Rehearsal", self._known)
-        self.real = cast("RealDecode", self._known)
-        self.totals.real_rows = self._known.rows
-
-
 def check_rows(measurements: Measurements) -> None:
     """Raise ParamInvalidError naming the first row that cannot be served: before any is."""
     for row in measurements.rows:
@@ -143,7 +102,7 @@ class RowRuns:
 
     def __init__(self, *, alike: bool = False) -> None:
         self._alike = alike
-        self._learned: dict[str, _Told] = {}
+        self._learned: dict[str, Rehearsal] = {}
 
     def run(self, row: MeasuredRow, deployment: Deployment) -> OffloadReport:
         """The report of the row's replay."""
@@ -158,14 +117,14 @@ class RowRuns:
         ))  # fmt: skip
         known = self._learned.get(key)
         if known is not None:
-            return Replay(requests, _Learned(deployment, options, known)).run()
+            serving = OffloadedSampled(deployment, options, rehearsal=known)
+            return OffloadReplay.served_by(requests, serving).run()
         replay = OffloadReplay(requests, deployment, options)
         report = replay.run()
         if not report.interrupted and isinstance(replay.serving, OffloadedSampled):
-            served = replay.serving.rehearsal
-            self._learned[key] = _Told(
-                served.table, served.rows, served.real.verified, served.real.mismatches
-            )
+            while len(self._learned) >= MOST_LEARNED:
+                del self._learned[next(iter(self._learned))]
+            self._learned[key] = replay.serving.rehearsal
         return report
 
     @staticmethod
