@@ -31,7 +31,8 @@ Who does what:
 ``vendor``         operators that clients of torch_npu reach outside of it: ATB's, the selection.
 ``tasks``          Python's tasks of a stream, from the start to the exit; ``_tasks`` runs them.
 ``checking``       the checks, and the texts of what they find; ``_races`` reads the journal,
-                   ``_lines`` has the lines of the program, ``modes`` sees torch's operators.
+                   ``_lines`` has the lines of the program, ``modes`` sees torch's operators
+                   (``_dispatch`` is what each call of one costs).
 ``touched``        which bytes of a tensor an operator with indices uses (``_ranges``).
 ``faults``         the message for a host that follows a device pointer.
 ``leaks``          which tensors are still there at the end.

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcore.emulator import _lines, checking, fallback, leaks, operators
+from kvcore.emulator import _dispatch, checking, fallback, leaks, operators
 from kvcore.emulator._races import Races
 from kvcore.emulator._ranges import runs
 from kvcore.emulator.reports import collector
@@ -40,26 +40,25 @@ _FRESH = frozenset(
 )
 
 
-class Call:
+class Call(_dispatch.Known):
     """What is known of an overload beforehand.
 
     touched: of each argument that may be a tensor, whether it is written; views are left out.
     """
 
-    __slots__ = (
-        "backward", "copies", "fresh", "kernel", "makes", "name", "noted", "touched", "written",
-    )  # fmt: skip
-
     def __init__(self, func: Any) -> None:
         schema = operators.schema_of(func)
         packet = schema.name.rpartition("::")[2]
-        self.name: str = str(func)
-        self.backward: str = f"backward of {self.name}"
-        self.kernel: fallback.Kernel | None = fallback.kernels.get(func.name())
-        self.copies: bool = packet in _COPIES
-        self.fresh: bool = packet in _FRESH
-        self.makes: bool = any(ret.alias_info is None for ret in schema.returns)
-        self.noted: bool = (self.copies and packet != "_pin_memory") or packet in _CALLED_LATER
+        copies = packet in _COPIES
+        self.noted: bool = (copies and packet != "_pin_memory") or packet in _CALLED_LATER
+        self.fresh: bool = packet in _FRESH and _races.check_reads
+        self.makes: bool = checking.leaking and any(
+            ret.alias_info is None for ret in schema.returns
+        )
+        behind = self.noted or self.fresh or self.makes
+        super().__init__(
+            str(func), fallback.kernels.get(func.name()), copies, self.behind if behind else None
+        )
         self.touched: list[tuple[int, str, bool]] = []
         self.written: list[tuple[int, str]] = []
         for position, argument in enumerate(schema.arguments):
@@ -72,8 +71,16 @@ class Call:
                 continue
             self.touched.append((position, argument.name, alias is not None))
 
+    def behind(self, line: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """What is said of the call when it has returned."""
+        if self.noted:
+            _note(self, line, args, kwargs, result)
+        elif self.fresh:
+            _fresh(result)
+        if self.makes:
+            _made(self, line, result)
 
-_calls: dict[Any, Call] = {}
+
 _races: Races
 
 
@@ -83,6 +90,8 @@ def install(reader: Races) -> None:
     _races = reader
     for module in (torch, __import__("torch_npu")):
         pass_over(str(module.__path__[0]))
+    bound = (torch.Tensor, OpOverload, torch.strided)
+    _dispatch.bind(bound, Call, _host, reader, collector)
     Calls().__enter__()
     checking.in_new_threads(Calls)
 
@@ -102,21 +111,6 @@ def _given(position: int, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     return args[position] if position < len(args) else kwargs.get(name)
 
 
-def _where(args: Iterable[Any]) -> tuple[bool, bool]:
-    """Whether there are tensors of the device among the arguments, and whether of the host."""
-    device = host = False
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            if value.is_cpu:
-                host = True
-            elif value.device.type == "npu" and value.layout is torch.strided:
-                device = True
-        elif isinstance(value, list | tuple) and value:
-            some = _where(value)
-            device, host = device or some[0], host or some[1]
-    return device, host
-
-
 class Calls(TorchDispatchMode):  # type: ignore[misc]
     """The dispatch mode of one thread."""
 
@@ -131,40 +125,10 @@ class Calls(TorchDispatchMode):  # type: ignore[misc]
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if types or not isinstance(func, OpOverload):
-            return func(*args, **kwargs)
-        call = _calls.get(func)
-        if call is None:
-            call = _calls[func] = Call(func)
-        before = _lines.begin(call.backward)
-        line = _lines.last()
-        device, host = _where(args)
-        try:
-            if host and not call.copies and _races.has_pinned():
-                _host(call, line, args, kwargs)
-            if device and call.kernel is not None:
-                result = call.kernel(*args, **kwargs)  # what the dispatcher would call next
-            else:
-                result = func(*args, **kwargs)
-        finally:
-            _lines.end(before)
-        if call.noted:
-            _note(call, line, args, kwargs, result)
-        elif call.fresh and _races.check_reads:
-            _fresh(result)
-        if checking.leaking and call.makes:
-            _made(call, line, result)
-        waited = _races.read()
-        if collector.raises:
-            collector.raise_found(None if waited else _lines.place(line))
-        return result
+    __torch_dispatch__ = _dispatch.dispatch
 
 
-def _host(call: Call, line: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _host(call: Any, line: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """What an operator does to pinned memory by itself."""
     for position, name, write in call.touched:
         value = _given(position, name, args, kwargs)
