@@ -12,11 +12,13 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 __all__ = [
+    "CANN_VERSION",
     "HOME",
     "LIBRARIES",
     "PAIR",
     "Wheels",
     "build_fault",
+    "facts",
     "missing_libraries",
     "platform_fault",
     "wheels",
@@ -40,6 +42,9 @@ LIBRARIES = (
     "lib64/libopapi.so",
     "opp/vendors/customize/op_api/lib/libcust_opapi.so",
 )
+
+#: What the machine says it is: the newest CANN that the release notes of the pair name.
+CANN_VERSION = "8.5.0"
 
 #: The pair that the extra ``npu`` pins and the tests run against.
 PAIR = ("2.13.0", "2.13.0")
@@ -152,6 +157,31 @@ def _built_for() -> str:
         if value:
             return f"{name} {value[1]}"
     return "cpu"
+
+
+def facts() -> dict[str, object]:
+    """What ``kvcore info`` says of the machine; nothing of it is loaded or imported.
+
+    usable: None, or why the machine cannot start.  The others: libraries that are built, of those
+    that it needs, and their folder; the CANN that it stands for; the packages, and the pair of
+    them that the tests run against.
+    """
+    from kvcore.emulator.environment import CHECKS, SOCS, TOOLS
+
+    found = wheels()
+    missing = missing_libraries()
+    return {
+        "usable": platform_fault() or build_fault() or found.fault(),
+        "libraries": f"{len(LIBRARIES) - len(missing)} of {len(LIBRARIES)} in {HOME}",
+        "missing": [str(name) for name in missing],
+        "cann": CANN_VERSION,
+        "socs": list(SOCS),
+        "checks": list(CHECKS),
+        "tools": list(TOOLS),
+        "torch": found.torch,
+        "torch_npu": found.torch_npu,
+        "tested": f"torch {PAIR[0]} with torch_npu {PAIR[1]}",
+    }
 
 
 def wheels() -> Wheels:

@@ -13,6 +13,7 @@ import pytest
 
 import kvcore
 from kvcore.cli import commands, main
+from kvcore.emulator import installed
 from kvcore.errors import ParamInvalidError
 
 PROGRAM = [sys.executable, "-c", "import sys; from kvcore.cli import main; sys.exit(main())"]
@@ -70,8 +71,10 @@ def test_a_command_is_a_file(
 def test_info_json_is_what_info_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
+    machine = shown.pop("emulator")
     assert shown == json.loads(json.dumps(kvcore.info(), default=str))
     assert shown["version"] == kvcore.__version__
+    assert machine == json.loads(json.dumps(installed.facts()))
 
 
 def test_info_to_a_pipe_has_a_line_a_fact(
@@ -79,6 +82,7 @@ def test_info_to_a_pipe_has_a_line_a_fact(
 ) -> None:
     path = "/a/path/" + "of many folders/" * 20 + "lib.so"
     monkeypatch.setattr(kvcore, "info", lambda: {"version": "1.2", "aclnn": {"looked_at": path}})
+    monkeypatch.setattr(installed, "facts", dict)
     assert main(["info"]) == 0
     assert capsys.readouterr().out == f"version          1.2\naclnn looked_at  {path}\n"
 
@@ -99,6 +103,7 @@ def test_info_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         "packages": {"torch": None},
     }
     monkeypatch.setattr(kvcore, "info", lambda: facts)
+    monkeypatch.setattr(installed, "facts", dict)
     assert main(["info"]) == 0
     lines = [
         line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.strip()

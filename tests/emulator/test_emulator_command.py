@@ -39,6 +39,8 @@ def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "soc        A2 (Ascend910B3)"
     assert said[1] == "devices    2, 512 MiB each"
+    assert f"cann       {installed.CANN_VERSION}, for which they stand" in said
+    assert "tested     torch 2.13.0 with torch_npu 2.13.0" in said
     versions = installed.wheels()
     assert f"torch_npu  {versions.torch_npu or 'not installed'}" in said
     if versions.fault() is None:

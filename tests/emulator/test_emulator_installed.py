@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcore import cli
 from kvcore.emulator import environment, installed, memory
 
 Program = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -33,6 +35,33 @@ def test_the_loaded_libraries_are_those_that_are_built() -> None:
 @needs_linux
 def test_all_are_built() -> None:
     assert installed.missing_libraries() == []
+
+
+def test_the_machine_tells_the_version_that_is_shown() -> None:
+    text = (ROOT / "kvcore/emulator/cann/machine.h").read_text()
+    assert f'#define KVD_CANN_VERSION "{installed.CANN_VERSION}"' in text
+
+
+def test_info_says_what_there_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert cli.main(["info", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["emulator"]
+    versions = installed.wheels()
+    assert (said["torch"], said["torch_npu"]) == (versions.torch, versions.torch_npu)
+    assert said["cann"] == installed.CANN_VERSION
+    assert said["tools"] == list(environment.TOOLS)
+    if installed.platform_fault() is None:
+        assert said["libraries"] == f"12 of 12 in {installed.HOME}"
+        assert said["missing"] == []
+        assert said["usable"] == versions.fault()
+    monkeypatch.setattr(installed, "HOME", tmp_path)
+    assert cli.main(["info"]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["emulator libraries"].strip() == f"0 of 12 in {tmp_path}"
+    assert lines["emulator missing"].strip() == ", ".join(installed.LIBRARIES)
+    if installed.platform_fault() is None:
+        assert "was not built" in lines["emulator usable"]
 
 
 def linked() -> dict[str, list[str]]:

@@ -169,8 +169,12 @@ def _tell(settings: object, faults: list[str]) -> int:
     say(f"soc        {settings.soc} ({machine.PRODUCTS[settings.soc]})")
     say(f"devices    {settings.devices}, {size >> 20} MiB each")
     say(f"check      {settings.check}: {', '.join(settings.tools) or 'rules'}")
+    built = len(installed.LIBRARIES) - len(installed.missing_libraries())
+    say(f"libraries  {built} of {len(installed.LIBRARIES)} in {installed.HOME}")
+    say(f"cann       {installed.CANN_VERSION}, for which they stand")
     say(f"torch      {wheels.torch or 'not installed'}")
     say(f"torch_npu  {wheels.torch_npu or 'not installed'}")
+    say(f"tested     torch {installed.PAIR[0]} with torch_npu {installed.PAIR[1]}")
     for name, value in environment.foreign(os.environ).items():
         say(f"set aside  {name}={value}")
     for fault in faults:

@@ -13,16 +13,22 @@ from kvcore.cli.parser import Parser, Subparsers
 from kvcore.cli.printing import say
 
 #: What None means in a group of `kvcore.info()`.
-NOTHING = {"backends ": "usable", "packages ": "not installed"}
+NOTHING = {
+    "backends ": "usable",
+    "packages ": "not installed",
+    "emulator usable": "yes",
+    "emulator torch": "not installed",
+    "emulator torch_npu": "not installed",
+}
 
 
 def register(subparsers: Subparsers[Parser]) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "info",
-        help="what this machine has: libraries, backends, threads, dtypes",
+        help="what this machine has: libraries, backends, threads, dtypes, the emulated machine",
         description="Say which libraries, backends, threads, instruction sets and dtypes were "
-        "found, and why a backend is not usable.",
+        "found, and why a backend or the emulated machine is not usable.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     # It still says what is in force where a setting cannot be used.
@@ -30,10 +36,11 @@ def register(subparsers: Subparsers[Parser]) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Print ``kvcore.info()``."""
+    """Print ``kvcore.info()``, and what there is of the emulated machine."""
     import kvcore
+    from kvcore.emulator import installed
 
-    facts: dict[str, Any] = kvcore.info()
+    facts: dict[str, Any] = kvcore.info() | {"emulator": installed.facts()}
     if namespace.json:
         say(json.dumps(facts, indent=2, default=str), lines=True)
         return status.OK
@@ -67,6 +74,6 @@ def _rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
         elif isinstance(value, list | tuple):
             yield name, ", ".join(map(str, value)) or "none"
         elif value is None:
-            yield name, NOTHING.get(prefix, "none")
+            yield name, NOTHING.get(name) or NOTHING.get(prefix, "none")
         else:
             yield name, str(value)
