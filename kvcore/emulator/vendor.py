@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ import kvcore
 from kvcore.emulator import machine, tasks
 from kvcore.emulator.fallback import Kernel
 from kvcore.emulator.operators import Special
-from kvcore.emulator.touched import Elements, Used, pieces
+from kvcore.emulator.reference.attention import attended, paged
+from kvcore.emulator.reference.refusals import refuse
+from kvcore.emulator.touched import Elements, Used, pages, pieces
 
 __all__ = ["define"]
 
@@ -159,6 +162,116 @@ def _load(
     )
 
 
+# -- ATB's paged attention: one token of each request ----------------------------------------------
+
+_ATTENTION = "_npu_paged_attention"
+_ATTENDS = (
+    "Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, int num_heads, "
+    "float scale_value, Tensor block_table, Tensor context_lens"
+)
+
+
+def _attend_pages(
+    query: Any, key_cache: Any, value_cache: Any, kv_heads: int, heads: int, scale: float,
+    block_table: Any, context_lens: Any, out: Any, *, workspace: Any = None,
+) -> None:  # fmt: skip
+    """Each request's token over its pages, of caches [blocks, size, heads, D]."""
+    for request, length in enumerate(context_lens.tolist()):
+        keys, values = (
+            paged(cache.reshape(*cache.shape[:2], -1), block_table[request], length, kv_heads)
+            for cache in (key_cache, value_cache)
+        )
+        found, _ = attended(query[request : request + 1], keys, values, None, scale, None)
+        out[request] = found[0].reshape(out.shape[1:]).to(out.dtype)
+
+
+def _check_attention(
+    query: Any, key_cache: Any, value_cache: Any, kv_heads: int, heads: int, scale: float,
+    block_table: Any, context_lens: Any, out: Any, *, workspace: Any = None,
+) -> None:  # fmt: skip
+    named = {
+        "query": query, "key_cache": key_cache, "value_cache": value_cache,
+        "block_table": block_table, "out": out,
+    }  # fmt: skip
+    for name, tensor in named.items():
+        if tensor.is_cpu:
+            refuse(_ATTENTION, f"{name}: expected a tensor of the device, got one of the host")
+    if query.dim() != 3 or query.shape[1] != heads:
+        refuse(_ATTENTION, f"query: expected [requests, {heads}, D], got {list(query.shape)}")
+    if kv_heads < 1 or heads % kv_heads:
+        refuse(_ATTENTION, f"expected query heads in whole groups, got {heads} of {kv_heads}")
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.dim() != 4 or cache.shape[2] != kv_heads:
+            refuse(
+                _ATTENTION,
+                f"{name}: expected [blocks, size, {kv_heads}, D], got {list(cache.shape)}",
+            )
+    if key_cache.shape[3] != query.shape[2]:
+        refuse(_ATTENTION, f"key_cache: expected D {query.shape[2]}, got {key_cache.shape[3]}")
+    count = query.shape[0]
+    if block_table.dim() != 2 or len(block_table) < count:
+        refuse(
+            _ATTENTION, f"block_table: expected [{count}, columns], got {list(block_table.shape)}"
+        )
+    if tuple(context_lens.shape) != (count,):
+        refuse(_ATTENTION, f"context_lens: expected [{count}], got {list(context_lens.shape)}")
+    wanted = (count, heads, value_cache.shape[3])
+    if out.dtype != query.dtype or out.numel() != math.prod(wanted):
+        refuse(
+            _ATTENTION,
+            f"out: expected {list(wanted)} {query.dtype}, got {list(out.shape)} {out.dtype}",
+        )
+    for name in ("query", "key_cache", "value_cache"):
+        if not named[name].is_floating_point():
+            refuse(
+                _ATTENTION,
+                f"{name}: the emulated machine's reference has no {named[name].dtype}",
+            )
+    _writable(_ATTENTION, out=out)
+
+
+def _seen_pages(
+    query: Any, key_cache: Any, value_cache: Any, kv_heads: int, heads: int, scale: float,
+    block_table: Any, context_lens: Any, out: Any, *, workspace: Any = None,
+) -> dict[str, list[Elements]]:  # fmt: skip
+    lengths = context_lens.tolist()
+    return {
+        "key_cache": pages(key_cache, 1, block_table, lengths),
+        "value_cache": pages(value_cache, 1, block_table, lengths),
+    }
+
+
+_PAGES = Special(
+    _attend_pages,
+    meta=lambda *args, **given: None,
+    check=_check_attention,
+    used=Used(frozenset(("key_cache", "value_cache")), _seen_pages),
+)
+
+
+class _AttentionKernel(Kernel):
+    """A kernel that takes lengths of the host, where clients have them."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.index_lists = True
+
+
+@functools.cache
+def _attention_kernel() -> Kernel:
+    overload = getattr(torch.ops.atb, _ATTENTION).default
+    return _AttentionKernel("atb", _ATTENTION, overload, _PAGES)
+
+
+def _paged_attention(*args: Any, workspace: Any = None) -> None:
+    _attention_kernel()(*args)
+
+
+def _attention_workspace(query: Any, *args: Any) -> Any:
+    """The reference needs none; the smallest that the device would give."""
+    return query.new_zeros(32, dtype=torch.uint8)
+
+
 def _gather_selection(*arrays: Any, selection_topk_block_size: int = 64) -> Any:
     return kvcore.gather_selection_kv_cache(
         *arrays, selection_topk_block_size=selection_topk_block_size
@@ -217,6 +330,18 @@ _OPERATORS = (
         "-> (Tensor(a!), Tensor(b!))",
         _load_into,
         None,
+    ),
+    (
+        "atb",
+        f"{_ATTENTION}({_ATTENDS}, Tensor(a!) out, *, Tensor? workspace=None) -> ()",
+        _paged_attention,
+        "torch_npu",
+    ),
+    (
+        "atb",
+        f"{_ATTENTION}_get_workspace({_ATTENDS}, Tensor out) -> Tensor",
+        _attention_workspace,
+        "torch_npu",
     ),
     (
         "custom",

@@ -25,6 +25,7 @@ from kvcore.emulator.reference import (
     normalization,
     quantise,
     rotary,
+    sparse,
 )
 
 __all__ = ["references"]
@@ -37,6 +38,7 @@ _TABLES = (
     normalization.TABLE,
     quantise.TABLE,
     rotary.TABLE,
+    sparse.TABLE,
 )
 
 

@@ -19,7 +19,7 @@ from kvcore.emulator.operators import Special
 from kvcore.emulator.reference.refusals import none_of, one_of, refuse
 from kvcore.emulator.touched import Elements, Used, pages
 
-__all__ = ["TABLE"]
+__all__ = ["TABLE", "attended", "paged"]
 
 _LAYOUTS = {
     "BSH": ("BSH", "BSH"),
@@ -56,7 +56,7 @@ def _token_axis(cache: Any) -> int:
     return int(cache.dim()) - 2
 
 
-def _pages(cache: Any, table: Any, length: int, heads: int) -> Any:
+def paged(cache: Any, table: Any, length: int, heads: int) -> Any:
     """[length, heads, D] of one request from a paged cache of three, four or five axes."""
     columns = -(-length // cache.shape[_token_axis(cache)])
     blocks = table[:columns].long()
@@ -97,7 +97,7 @@ def _hidden(rows: int, columns: int, mask: Any, mode: int, before: int, after: i
     return hidden
 
 
-def _one(q: Any, k: Any, v: Any, hidden: Any, scale: float, sink: Any) -> tuple[Any, Any]:
+def attended(q: Any, k: Any, v: Any, hidden: Any, scale: float, sink: Any) -> tuple[Any, Any]:
     """Float32 result [S, N, D] and lse [S, N]; rows that see nothing are 0 and inf."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
@@ -120,7 +120,11 @@ def _lengths(given: Any, count: int, whole: int) -> list[int]:
     if given is None:
         return [whole] * count
     found = [int(n) for n in given]
-    return found * count if len(found) == 1 else found
+    if len(found) == 1:
+        return found * count
+    if len(found) < count:
+        raise RuntimeError(f"expected lengths of {count} requests or one for all, got {len(found)}")
+    return found[:count]
 
 
 def _cut(
@@ -150,7 +154,7 @@ def _cut(
     def cached(x: Any) -> list[Any]:
         if table is not None:
             seen = _lengths(told_kv, len(parts), 0)
-            return [_pages(x, table[b], n, heads[1]) for b, n in enumerate(seen[: len(parts)])]
+            return [paged(x, table[b], n, heads[1]) for b, n in enumerate(seen[: len(parts)])]
         found = _requests(x, layout, heads[1], told_kv if flat else None)
         if flat:
             return found
@@ -204,7 +208,7 @@ def _attend(out: Any, lse: Any, a: dict[str, Any]) -> None:
         hidden = _hidden(
             q.shape[0], k.shape[0], own, a["sparse_mode"], a["pre_tokens"], a["next_tokens"]
         )
-        _put(out, lse, b, at, result, _one(q, k, v, hidden, a["scale"], a["sink"]))
+        _put(out, lse, b, at, result, attended(q, k, v, hidden, a["scale"], a["sink"]))
         at += q.shape[0]
 
 
@@ -224,6 +228,25 @@ _NAMES = (
         "lse": ("return_softmax_lse", False),
     },
 )  # fmt: skip
+#: The older operators, of one token a request and of whole prompts; they return one tensor.
+_INCREMENT, _PROMPT = "npu_incre_flash_attention", "npu_prompt_flash_attention"
+_OLDER = {
+    _INCREMENT: {
+        "lengths": ("", None), "kv_lengths": ("actual_seq_lengths", None),
+        "heads": ("num_heads", 1), "kv_heads": ("num_key_value_heads", 0),
+        "scale": ("scale_value", 1.0), "sink": ("", None), "lse": ("", False),
+    },
+    _PROMPT: {
+        "lengths": ("actual_seq_lengths", None), "kv_lengths": ("actual_seq_lengths_kv", None),
+        "heads": ("num_heads", 1), "kv_heads": ("num_key_value_heads", 0),
+        "scale": ("scale_value", 1.0), "sink": ("", None), "lse": ("", False),
+        "next_tokens": ("next_tokens", 0),
+    },
+}  # fmt: skip
+_OLDER_LAYOUTS = {
+    _INCREMENT: ("BSH", "BSND", "BNSD"),
+    _PROMPT: ("BSH", "BSND", "BNSD", "BNSD_BSND"),
+}
 _BOTH = {
     "atten_mask": None, "block_table": None, "query_rope": None, "key_rope": None,
     "pre_tokens": 2147483647, "next_tokens": 2147483647, "input_layout": "BSH", "sparse_mode": 0,
@@ -242,7 +265,8 @@ def _arguments(names: dict[str, Any], args: tuple[Any, ...], given: dict[str, An
     for own, (name, default) in names.items():
         found[own] = rest.pop(name, default)
     for name, default in _BOTH.items():
-        found[name] = rest.pop(name, default)
+        if name not in found:
+            found[name] = rest.pop(name, default)
     for name in _FREE:
         rest.pop(name, None)
     return found, rest
@@ -341,6 +365,45 @@ def _workspace_meta(*args: Any, **given: Any) -> Any:
     return torch.empty(32, dtype=torch.uint8, device="meta")
 
 
+# -- the older operators ---------------------------------------------------------------------------
+
+
+def _one_result(overload: str, *args: Any, **given: Any) -> Any:
+    a, _ = _arguments(_OLDER[overload], args, given)
+    mask = a["atten_mask"]
+    if overload == _INCREMENT and mask is not None:
+        a["atten_mask"] = mask.reshape(-1, 1, mask.shape[-1])  # of each request, or one for all
+    look = _looks(overload, args, given)
+    out = torch.empty(look.shape, dtype=look.dtype)
+    _attend(out, None, a)
+    return out
+
+
+def _check_older(overload: str, *args: Any, **given: Any) -> None:
+    names = _OLDER[overload]
+    _check(overload, names, *args, **given)
+    a, _ = _arguments(names, args, given)
+    one_of(overload, "input_layout", a["input_layout"], _OLDER_LAYOUTS[overload])
+    query, mask = a["query"], a["atten_mask"]
+    tokens = query.shape[2 if a["input_layout"].startswith("BNSD") else 1]
+    if overload == _INCREMENT:
+        if tokens != 1:
+            refuse(overload, f"query: expected one token of each request, got {tokens}")
+        if mask is not None and mask.numel() // mask.shape[-1] not in (1, len(query)):
+            refuse(
+                overload,
+                f"atten_mask: expected a row of each of {len(query)} requests, got "
+                f"{list(mask.shape)}",
+            )
+    for name in ("lengths", "kv_lengths"):
+        if a[name] is not None and len(a[name]) != 1 and len(a[name]) < len(query):
+            refuse(
+                overload,
+                f"{names[name][0]}: expected lengths of {len(query)} requests or one for all, got "
+                f"{len(a[name])}",
+            )
+
+
 def _update(lse: list[Any], local_out: list[Any], update_type: int) -> Any:
     """Parts of one attention put together by their sums."""
     sums = torch.stack([one.float() for one in lse])
@@ -386,6 +449,12 @@ def _table() -> dict[str, Special]:
             used=used,
         )
         made[f"_{overload}_get_max_workspace"] = Special(_workspace, meta=_workspace_meta)
+    for overload, names in _OLDER.items():
+        made[overload] = Special(
+            functools.partial(_one_result, overload),
+            check=functools.partial(_check_older, overload),
+            used=Used(_CACHES, functools.partial(_used, names), _is_paged),
+        )
     return made
 
 
