@@ -33,6 +33,7 @@ Who does what:
 ``checking``       the checks, and the texts of what they find; ``_races`` reads the journal,
                    ``_lines`` has the lines of the program, ``modes`` sees torch's operators
                    (``_dispatch`` is what each call of one costs).
+``timing``         the model clock, from the same journal, and its trace.
 ``touched``        which bytes of a tensor an operator with indices uses (``_ranges``).
 ``faults``         the message for a host that follows a device pointer.
 ``leaks``          which tensors are still there at the end.

@@ -197,6 +197,7 @@ cdef class Races(Found):
     race:     called with (first, second, ranges ...), see reports.py.
     tasks:    how many tasks were looked at.
     races, memory, init: whether order, frees and first reads are looked at.
+    timing:   who computes model time from the entries, see timing.py; None: nobody.
     """
 
     cdef read_function fetch
@@ -214,6 +215,7 @@ cdef class Races(Found):
     cdef set joined_threads
     cdef public bint check_order, check_memory, check_reads
     cdef public uint64_t tasks
+    cdef public object timing
 
     def __init__(self, report, race, rule, free_found, unwritten, uintptr_t fetch,
                  uintptr_t current, int64_t device_start, int64_t device_end):
@@ -394,6 +396,7 @@ cdef class Races(Found):
                 self.waiting[entry.number] = item
         elif kind == MARK or kind == WAIT or kind == GRAPH:
             item.lane = self.lane_of(entry.stream, entry.device)
+            item.name = self.name_of(entry.symbol)
         elif kind == HOST or kind == FREE or kind == NEW:
             item.name = self.name_of(entry.symbol)
             item.lane = entry.code
@@ -446,6 +449,8 @@ cdef class Races(Found):
 
     cdef int work(self, Item item) except -1:
         cdef int kind = item.kind
+        if self.timing is not None:
+            self.timed(item)
         if kind == TASK:
             return self.task(item)
         if kind == MARK:
@@ -483,6 +488,30 @@ cdef class Races(Found):
         elif kind == FORGET:
             self.graphs.pop(item.mark, None)  # which was never replayed
         return 0
+
+    cdef int timed(self, Item item) except -1:
+        """Model time goes on by an entry."""
+        cdef int kind = item.kind
+        if kind == TASK:
+            self.timing.task(item.lane, item.name, item.reads, item.writes, item.number,
+                             item.graph != 0)
+        elif kind == MARK:
+            self.timing.mark(item.lane, item.mark, item.name)
+        elif kind == WAIT:
+            self.timing.wait(item.lane, item.mark)
+        elif kind == JOIN:
+            self.timing.join(item.mark)
+        elif kind == DROP:
+            self.timing.drop(item.mark)
+        elif kind == GRAPH:
+            self.timing.replayed()
+        elif kind == HOST:
+            self.timing.waits(item.name, item.reads, item.writes)
+        return 0
+
+    def stream_name(self, int lane):
+        """What a lane is called in reports and traces."""
+        return self.stream_names[lane]
 
     cdef int mark(self, Item item) except -1:
         stamp = self.marked(item.lane)

@@ -11,6 +11,7 @@ check="raise".  The functions of ``torch.npu`` that make no operator say their l
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import os
 import re
@@ -33,6 +34,8 @@ Place = tuple[str, int]
 #: The reader of the journal, None with check="off".
 races: Races | None = None
 _tools: frozenset[str] = frozenset()
+#: A file for the model clock's trace.
+_trace: Path | None = None
 #: Whether leakcheck wants to know where tensors are made.
 leaking: bool = False
 
@@ -55,18 +58,19 @@ def begin(settings: Settings) -> None:
     """Turn the journal on, as the settings want it; nothing with check="off"."""
     global races, _tools, leaking
     collector.check = settings.check
-    if settings.check == "off":
+    checked = settings.check != "off"
+    if not checked and settings.clock == "wall":
         return
     loaded = machine.load()
     core = loaded.core
-    _tools = frozenset(settings.tools)
+    _tools = frozenset(settings.tools) if checked else frozenset()
     leaking = "leakcheck" in _tools
     start, size, _, _ = loaded.ranges()
 
     races = Races(
         "racecheck",
         _race,
-        _rule,
+        _rule if checked else _nothing,
         _freed,
         _unwritten,
         loaded.address("kvdouble_read_journal"),
@@ -77,15 +81,34 @@ def begin(settings: Settings) -> None:
     races.check_order = bool(_tools & {"racecheck", "memcheck"})
     races.check_memory = "memcheck" in _tools
     races.check_reads = "initcheck" in _tools
+    if settings.clock == "model":
+        races.timing = _timing(settings, start, start + size)
     _lines.bind(loaded.address("kvdouble_line"))
     core.kvdouble_journal(True)
     if settings.report is not None:
-        collector.file = _own_file(settings.report)
+        collector.file = own_file(settings.report)
     atexit.register(_end)
     os.register_at_fork(after_in_child=_in_child)
 
 
-def _own_file(name: str) -> Path:
+def _nothing(section: str, text: str, place: Place) -> None:
+    """Broken rules with check="off"."""
+
+
+def _timing(settings: Settings, first: int, end: int) -> Any:
+    from kvcore.emulator.timing import Timing
+    from kvcore.runtime.profile import DeviceProfile
+
+    global _trace
+    if settings.profile is None:
+        profile = DeviceProfile.named(settings.soc)
+    else:
+        profile = DeviceProfile.load(settings.profile)
+    _trace = None if settings.trace is None else own_file(settings.trace)
+    return Timing(profile, first, end, lambda lane: races.stream_name(lane) if races else "")
+
+
+def own_file(name: str) -> Path:
     """A file for each process: ``%p`` is its number, which else stands before the suffix."""
     if "%p" in name:
         return Path(name.replace("%p", str(os.getpid()))).absolute()
@@ -95,7 +118,8 @@ def _own_file(name: str) -> Path:
 
 def _in_child() -> None:
     collector.begin()
-    collector.file = None  # of a process that was forked, and not of what its parent found
+    global _trace
+    collector.file = _trace = None  # of a process that was forked, and not what its parent did
     if races is not None:
         races.begin()
 
@@ -223,7 +247,12 @@ def _end() -> None:
         _leaks()
     settle()
     collector.write()
-    if races is None or (not races.tasks and not collector.all()):
+    if _trace is not None and races is not None and races.tasks:
+        try:
+            races.timing.trace.save(_trace)
+        except OSError as error:
+            print(f"kvcore.emulator: {error}", file=sys.stderr)
+    if races is None or collector.check == "off" or (not races.tasks and not collector.all()):
         return
     number = sum(report.count for report in collector.all())
     try:
@@ -313,7 +342,36 @@ def watch() -> None:
     graph = torch_npu.npu.graphs.NPUGraph
     for name, waits in _GRAPH.items():
         setattr(graph, name, lined(f"torch.npu.NPUGraph.{name}", getattr(graph, name), waits=waits))
-    modes.install(races)
+    if races.timing is not None:
+        timed = streams.Event.elapsed_time
+        streams.Event.elapsed_time = functools.wraps(timed)(_elapsed(timed))
+    if collector.check != "off":
+        modes.install(races)
+
+
+def _elapsed(measured: Callable[[Any, Any], float]) -> Callable[[Any, Any], float]:
+    """Milliseconds from one event to another, on the model clock."""
+
+    def elapsed_time(self: Any, end_event: Any) -> float:
+        found = measured(self, end_event)  # and what the device refuses
+        core = machine.load().core
+        core.kvdouble_event_mark.restype = ctypes.c_uint64
+        assert races is not None
+        marks = [
+            core.kvdouble_event_mark(ctypes.c_void_p(event.npu_event))
+            for event in (self, end_event)
+        ]
+        races.read()
+        times = [races.timing.at(mark) for mark in marks]
+        if None in times:  # behind tasks of other streams, which are not done
+            core.kvdouble_drain()
+            races.read()
+            times = [races.timing.at(mark) for mark in marks]
+        if None in times:
+            return found
+        return float(times[1] - times[0]) / 1e3
+
+    return elapsed_time
 
 
 def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from kvcore.errors import fail
 
 __all__ = [
     "CHECKS",
+    "CLOCKS",
     "DEFAULT_TOOLS",
     "SOCS",
     "TOOLS",
@@ -31,6 +32,7 @@ __all__ = [
 
 SOCS = ("A2", "A3", "950")
 CHECKS = ("off", "report", "raise")
+CLOCKS = ("wall", "model")
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck", "leakcheck")
 #: The tools that run by default; the two others suit finished programs, and cost more.
 DEFAULT_TOOLS = TOOLS[:3]
@@ -41,6 +43,9 @@ MEMORY = "KVCORE_EMULATE_MEMORY"
 CHECK = "KVCORE_EMULATE_CHECK"
 TOOL = "KVCORE_EMULATE_TOOL"
 REPORT = "KVCORE_EMULATE_REPORT"
+CLOCK = "KVCORE_EMULATE_CLOCK"
+PROFILE = "KVCORE_EMULATE_PROFILE"
+TRACE = "KVCORE_EMULATE_TRACE"
 #: A file of ``kvcore emulate``, into which each process below it writes how many reports it made.
 STATUS = "KVCORE_EMULATE_STATUS"
 
@@ -62,6 +67,9 @@ class Settings:
     check:   "off", "report" or "raise".
     tools:   what is looked for, of TOOLS.
     report:  a file for reports, of which each process makes one of its own; None: none.
+    clock:   "wall" or "model", by which events measure time.
+    profile: a TOML file with the model clock's figures, None for the SoC's own.
+    trace:   a file for the model clock's trace, of which each process makes one; None: none.
     """
 
     soc: str = "A3"
@@ -70,6 +78,9 @@ class Settings:
     check: str = "report"
     tools: tuple[str, ...] = DEFAULT_TOOLS
     report: str | None = None
+    clock: str = "wall"
+    profile: str | None = None
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         if self.soc not in SOCS:
@@ -88,8 +99,14 @@ class Settings:
             fail("check", "one of " + ", ".join(CHECKS), repr(self.check))
         if not all(tool in TOOLS for tool in self.tools):
             fail("tools", "names among " + ", ".join(TOOLS), repr(self.tools))
-        if self.report is not None and (not isinstance(self.report, str) or not self.report):
-            fail("report", "the name of a file, or None", repr(self.report))
+        if self.clock not in CLOCKS:
+            fail("clock", "one of " + ", ".join(CLOCKS), repr(self.clock))
+        for name in ("report", "profile", "trace"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                fail(name, "the name of a file, or None", repr(value))
+            if value is not None and name != "report" and self.clock != "model":
+                fail(name, "None with clock='wall'", repr(value))
 
 
 def tools_of(text: str) -> tuple[str, ...]:
@@ -117,6 +134,9 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Settings | None
         environ.get(CHECK, "report"),
         tools_of(environ.get(TOOL, ",".join(DEFAULT_TOOLS))),
         environ.get(REPORT) or None,
+        environ.get(CLOCK) or "wall",
+        environ.get(PROFILE) or None,
+        environ.get(TRACE) or None,
     )
 
 
@@ -136,8 +156,13 @@ def variables(settings: Settings) -> dict[str, str]:
     }
     if settings.memory is not None:
         made[MEMORY] = str(settings.memory)
-    if settings.report is not None:
-        made[REPORT] = str(Path(settings.report).absolute())
+    if settings.clock != "wall":
+        made[CLOCK] = settings.clock
+    for name, value in (
+        (REPORT, settings.report), (PROFILE, settings.profile), (TRACE, settings.trace)
+    ):  # fmt: skip
+        if value is not None:
+            made[name] = str(Path(value).absolute())
     return made
 
 
@@ -184,8 +209,8 @@ def apply(settings: Settings, environ: MutableMapping[str, str] = os.environ) ->
         environ[name] = ":".join(p for p in environ[name].split(":") if p not in gone)
         if name == "PYTHONPATH" and environ is os.environ:
             sys.path[:] = [path for path in sys.path if path not in gone]
-    environ.pop(MEMORY, None)
-    environ.pop(REPORT, None)
+    for name in (MEMORY, REPORT, CLOCK, PROFILE, TRACE):
+        environ.pop(name, None)
     environ.update(variables(settings))
     environ["LD_LIBRARY_PATH"] = library_path(environ)
     return aside

@@ -19,7 +19,7 @@ __all__ = ["Running", "StartError", "begin", "begin_as_asked", "running", "start
 class Running:
     """The machine of this process.
 
-    soc, devices, check, tools: as started.
+    soc, devices, check, tools, clock: as started.
     product:             what torch.npu.get_device_name() says.
     memory:              bytes of each device.
     limited:             the SoC has more; this is half of what the process may still have.
@@ -31,6 +31,7 @@ class Running:
     devices: int
     check: str
     tools: tuple[str, ...]
+    clock: str
     product: str
     memory: int
     limited: bool
@@ -59,6 +60,9 @@ def start(
     *,
     tools: Sequence[str] = environment.DEFAULT_TOOLS,
     report: str | None = None,
+    clock: str = "wall",
+    profile: str | None = None,
+    trace: str | None = None,
 ) -> Running:
     """Start the emulated machine in this process, before torch_npu is imported.
 
@@ -78,6 +82,11 @@ def start(
              are reported with any of them.
     report:  a JSON file of the reports: ``%p`` in its name is the process, whose number otherwise
              stands before the suffix; children write their own.
+    clock:   "wall": events measure how long this computer took.  "model": they measure what the
+             device of a profile would take, which is the same on every run; a task costs its bytes.
+    profile: a TOML file of figures for the model clock (kvcore.runtime.DeviceProfile.load); None:
+             those that ship for the SoC.
+    trace:   a JSON file for Perfetto with the model clock's times, named as ``report`` is.
 
     Sets the variables ASCEND_HOME_PATH, ASCEND_OPP_PATH and their like for this process and its
     children, which become machines of their own; those of a real CANN are set aside.
@@ -87,14 +96,15 @@ def start(
     """
     if isinstance(tools, str):  # a string would be read as one name for each character
         tools = (tools,)
-    settings = Settings(soc, devices, memory, check, tuple(tools), report)
+    settings = Settings(soc, devices, memory, check, tuple(tools), report, clock, profile, trace)
     if _running is not None:
         asked = environment.from_environment()
         if _running.from_environment and asked == settings:
             return _running
         raise StartError(
             "the emulated machine runs already in this process "
-            f"({_running.soc}, {_running.devices} devices, check={_running.check!r}"
+            f"({_running.soc}, {_running.devices} devices, check={_running.check!r}, "
+            f"clock={_running.clock!r}"
             + (", started by the environment" if _running.from_environment else "")
             + "); start it once, before torch"
         )
@@ -148,6 +158,7 @@ def begin(settings: Settings, *, from_environment: bool) -> Running:
         settings.devices,
         settings.check,
         settings.tools,
+        settings.clock,
         machine.PRODUCTS[settings.soc],
         size,
         settings.memory is None and size < memory.DEVICE_BYTES[settings.soc],

@@ -82,6 +82,23 @@ def register(subparsers: Subparsers[Parser]) -> None:
         "process, which otherwise stands before the suffix",
     )
     parser.add_argument(
+        "--clock",
+        choices=("wall", "model"),
+        default="wall",
+        help="events measure how long this computer took, or what the device of a profile would "
+        "take (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="figures for --clock model, as a TOML file (default: the SoC's own)",
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write a trace for Perfetto with the times of --clock model, named as --report is",
+    )
+    parser.add_argument(
         "--shell", action="store_true", help="print the environment for a shell, and run nothing"
     )
     parser.set_defaults(run=run, parser=parser)
@@ -104,6 +121,12 @@ def run(namespace: argparse.Namespace) -> int:
     from kvcore.emulator import environment, installed
 
     memory = None if namespace.memory is None else namespace.memory << 20
+    clock = namespace.clock
+    for name in ("profile", "trace"):
+        value = getattr(namespace, name)
+        if value is not None and clock != "model":
+            tell(f"kvcore emulate: --{name}: needs --clock model")
+            return status.USAGE
     settings = environment.Settings(
         namespace.soc,
         namespace.devices,
@@ -111,7 +134,14 @@ def run(namespace: argparse.Namespace) -> int:
         namespace.check,
         namespace.tool,
         namespace.report,
+        clock,
+        namespace.profile,
+        namespace.trace,
     )
+    fault = _profile_fault(namespace.profile)
+    if fault is not None:
+        tell(f"kvcore emulate: --profile: {fault}")
+        return status.USAGE
     faults = [
         fault
         for fault in (installed.platform_fault(), installed.build_fault())
@@ -136,14 +166,30 @@ def run(namespace: argparse.Namespace) -> int:
         return status.OK
     for name, value in aside.items():
         tell(f"kvcore emulate: {name}={value} of an installed CANN is set aside")
-    if namespace.report is not None and not Path(namespace.report).absolute().parent.is_dir():
-        tell(f"kvcore emulate: --report {namespace.report}: there is no such folder")
-        return status.USAGE
+    for name in ("report", "trace"):
+        value = getattr(namespace, name)
+        if value is not None and not Path(value).absolute().parent.is_dir():
+            tell(f"kvcore emulate: --{name} {value}: there is no such folder")
+            return status.USAGE
     with tempfile.NamedTemporaryFile("r", prefix="kvcore-emulate-") as counts:
         environ[environment.STATUS] = counts.name
         code = _run(namespace.program, environ)
         reports = _count(counts.read()) if settings.check != "off" else 0
     return status.REPORTED if code == 0 and reports else code
+
+
+def _profile_fault(name: str | None) -> str | None:
+    """Why a file of figures cannot be used."""
+    from kvcore.errors import ParamInvalidError
+    from kvcore.runtime.profile import DeviceProfile
+
+    if name is None:
+        return None
+    try:
+        DeviceProfile.load(name)
+    except ParamInvalidError as error:
+        return str(error)
+    return None
 
 
 def _count(text: str) -> int:
@@ -168,6 +214,7 @@ def _tell(settings: object, faults: list[str]) -> int:
     size = settings.memory or memory.default(settings.soc, settings.devices)
     say(f"soc        {settings.soc} ({machine.PRODUCTS[settings.soc]})")
     say(f"devices    {settings.devices}, {size >> 20} MiB each")
+    say(f"clock      {settings.clock}")
     say(f"check      {settings.check}: {', '.join(settings.tools) or 'rules'}")
     built = len(installed.LIBRARIES) - len(installed.missing_libraries())
     say(f"libraries  {built} of {len(installed.LIBRARIES)} in {installed.HOME}")

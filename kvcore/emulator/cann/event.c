@@ -326,6 +326,15 @@ int aclrtEventElapsedTime(float *ms, void *start, void *end) {
     return leave(OK);
 }
 
+// The last record in the journal, 0: there is none.
+uint64_t kvdouble_event_mark(const void *event) {
+    pthread_mutex_lock(&kvd_lock);
+    const struct event *e = kvd_is_live(event, H_EVENT, 0) ? event : NULL;
+    uint64_t mark = e && e->last ? e->last->mark : 0;
+    pthread_mutex_unlock(&kvd_lock);
+    return mark;
+}
+
 int aclrtEventGetTimestamp(void *event, uint64_t *timestamp) {
     int code = enter("aclrtEventGetTimestamp", RUNTIME, "%p", event);
     struct event *e = code ? NULL : ask(event, timestamp, &code);
