@@ -33,9 +33,10 @@ def when_imported() -> None:
 def _complete() -> None:
     # A thread that waits for a mutex inside torch_npu must not hold the GIL: cann/python.c.
     machine.load().core.kvdouble_patch(b"libtorch_npu.so")
-    from kvcore.emulator import checking, fallback, vendor
+    from kvcore.emulator import checking, fallback, randomness, vendor
 
     fallback.install()
+    randomness.install()
     vendor.define()
     checking.watch()
 
