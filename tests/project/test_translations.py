@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from translations import PAGES, ROOT, Section, sections
+from translations import PAGES, ROOT, Section, lagging, sections
 
 
 @pytest.mark.parametrize("chinese", PAGES)
@@ -18,6 +18,12 @@ def test_headings_and_blocks_are_those_of_the_english_page(chinese: str) -> None
         assert mine.blocks == theirs.blocks, f"the blocks below {theirs.title!r}"
         assert mine.translates, f"no hash below {theirs.title!r}"
         assert re.search(r"[\u4e00-\u9fff]", mine.text), f"not translated: {theirs.title!r}"
+
+
+@pytest.mark.parametrize("chinese", PAGES)
+def test_no_section_lags(chinese: str) -> None:
+    """Translate what changed, then ``python tests/support/translations.py --write``."""
+    assert lagging(chinese) == []
 
 
 def test_a_change_of_words_is_seen_and_one_of_line_breaks_is_not() -> None:
