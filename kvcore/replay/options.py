@@ -139,6 +139,7 @@ class OffloadOptions:
     abort_share: share of requests that are aborted somewhere in their output.
     arrivals:   "order": all are there at once; "time": each at its timestamp.
     weights_gib: what weights and activations take on the device; None: as the model says.
+    host_gib:   of host memory for the blocks; None: at most what a whole node has.
     slo, attain: limits of a request's latencies, and the share of requests that must meet them.
     ids:        path of a file of ids that requests chose; turnover: of the ids that are made.
     search:     "rate": find the highest rate of arrivals that holds the limits.
@@ -183,8 +184,8 @@ class OffloadOptions:
     )  # fmt: skip
     host_blocks: int = option(
         65_536, "cache", "blocks of the pool; with offload the host's", kind="integer", low=1,
-        high=2**24, limit=2**40, flags=("--blocks",), said="with offload 65536, full 8192",
-        exclusive="size",
+        high=2**24, limit=2**40, flags=("--blocks",), exclusive="size",
+        said="with offload 65536, or what --host-gib holds; full 8192",
     )  # fmt: skip
     block_size: int = option(128, "cache", "tokens of a block", kind="integer", low=1, high=65_536)
     chunk: int = option(
@@ -225,6 +226,10 @@ class OffloadOptions:
     weights_gib: float | None = option(
         None, "offload", "GiB that weights and activations take on the device", kind="number",
         low=0, high=1e6, metavar="N", said="the model's figure", only="offload", nullable=True,
+    )  # fmt: skip
+    host_gib: float | None = option(
+        None, "offload", "GiB of host memory for the blocks of one device", kind="number", low=0,
+        high=1e6, metavar="N", said="128, of the default --blocks", only="offload", nullable=True,
     )  # fmt: skip
     slo: str | None = option(
         None, "offload", "limits that a good request meets, like ttft=2s,tpot=50ms (and e2e); a"
@@ -327,9 +332,13 @@ class CommandOptions:
     )  # fmt: skip
     model: str | None = option(
         None, "model",
-        "a model's name (docs/replay.md lists them), or a .toml or config.json file; the figures"
-        " below replace the model's",
+        "a model's name (docs/replay.md lists them), or a .toml or config.json file, or the folder"
+        " of a config.json; the figures below replace the model's",
         said="tiny; tiny-sparse with offload",
+    )  # fmt: skip
+    write_model: str | None = option(
+        None, "model", "write the model's figures to a .toml to edit, and do nothing else",
+        metavar="FILE",
     )  # fmt: skip
     deployment: str | None = option(
         None, "offload",

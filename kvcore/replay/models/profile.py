@@ -321,7 +321,7 @@ class ModelProfile:
 
     @classmethod
     def find(cls, name: str) -> ModelProfile:
-        """A model that ships, or a TOML file or config.json by its path."""
+        """A model that ships, or a TOML file, a config.json or its folder by the path."""
         name = check_path("model", name)
         if name in MODELS:
             return cls.named(name)
@@ -329,7 +329,14 @@ class ModelProfile:
             return cls.load(name)
         if name.endswith(".json"):
             return cls.from_config(name)
-        fail("model", "one of " + ", ".join(MODELS) + ", or a .toml or .json file", repr(name))
+        if Path(name).is_dir():
+            inside = Path(name) / "config.json"
+            if not inside.is_file():
+                fail("model", "a folder with a config.json", repr(name))
+            return cls.from_config(inside)
+        known = ", ".join(MODELS)
+        expected = f"one of {known}, or a .toml or .json file, or a folder with a config.json"
+        fail("model", expected, repr(name))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ModelProfile:

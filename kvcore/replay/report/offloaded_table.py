@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcore.replay.models.profile import STEP
 from kvcore.replay.options import PREFILL_PROMPT_TOKENS, PREFILL_TOKENS_PER_S
+from kvcore.replay.serving.fit import HOST_BLOCKS, HOST_GIB, host_blocks_of
 from kvcore.replay.serving.interval import FEWEST
 from kvcore.replay.traces.made_ids import MadeIds
 
@@ -205,8 +206,17 @@ def _peaks(report: OffloadReport) -> str:
         return f"{said}; {blocks:,} of the {capacity:,} blocks that fit there"
     return (
         f"{said}; host {memory['peak_host_blocks']:,} of {report.host_capacity:,} blocks,"
-        f" {memory['peak_host_bytes'] / GIB:.2f} GiB"
+        f" {memory['peak_host_bytes'] / GIB:.2f} GiB{_limited(report)}"
     )
+
+
+def _limited(report: OffloadReport) -> str:
+    """Whether the host's blocks are as many as the default memory holds, which is an assumption."""
+    options = report.options
+    held = host_blocks_of(report.model, options.block_size, None)
+    if options.host_gib is not None or options.host_blocks != held or held == HOST_BLOCKS:
+        return ""
+    return f" ({HOST_GIB:.0f} GiB of host memory a device are assumed: --host-gib)"
 
 
 def _felt(report: OffloadReport) -> list[tuple[str, str]]:

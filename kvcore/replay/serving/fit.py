@@ -17,8 +17,8 @@ from kvcore.replay.traces.recorded_ids import RecordedIds, parse_turnover, read_
 from kvcore.runtime.profile import DeviceProfile
 
 __all__ = [
-    "POLICIES", "deployment_of", "device_blocks", "device_bytes", "fit", "held_bytes", "ids_of",
-    "weight_bytes",
+    "POLICIES", "deployment_of", "device_blocks", "device_bytes", "fit", "held_bytes",
+    "host_blocks_of", "ids_of", "weight_bytes",
 ]  # fmt: skip
 
 #: Of the pool on the device; none: the full caches are there, and nothing is offloaded.
@@ -27,6 +27,10 @@ POLICIES = (*POOL_POLICIES, "none")
 #: Of a model that is no deployment's, where nothing is said.
 DEFAULT_DEVICE = "A3"
 GIB = 2**30
+#: Of host memory for one device's blocks by default, and of a whole node: 2 TiB for 16 dies.
+#: Assumed: 32 modules of 64 GiB in an Atlas 800T A3.
+HOST_GIB, NODE_GIB = 128.0, 2048.0
+HOST_BLOCKS = 65_536
 MOST_BLOCKS = 2**24
 
 
@@ -85,6 +89,7 @@ def fit(model: ModelProfile | Deployment, options: OffloadOptions) -> tuple[Devi
     if options.policy == "none":
         device_blocks(model, options, device)
         return device, 0
+    _check_host(model, options)
     weights = weight_bytes(model, options) or 0
     room = max(0, device.capacity_bytes - weights)
     each = held_bytes(deployment, options, pool, 1, 0)
@@ -98,6 +103,26 @@ def fit(model: ModelProfile | Deployment, options: OffloadOptions) -> tuple[Devi
             options.batch,
         )
     return device, pool
+
+
+def host_blocks_of(model: ModelProfile, block_size: int, gib: float | None) -> int:
+    """Blocks of the default pool of the host: what its memory holds, at most `HOST_BLOCKS`."""
+    held = (HOST_GIB if gib is None else gib) * GIB
+    return max(1, min(HOST_BLOCKS, int(held // (block_size * model.row_bytes * model.layers))))
+
+
+def _check_host(model: ModelProfile, options: OffloadOptions) -> None:
+    """Raise for blocks that the host's memory does not hold: what is given, or a whole node's."""
+    block = options.block_size * model.row_bytes * model.layers
+    gib = NODE_GIB if options.host_gib is None else options.host_gib
+    whose = "all that a node has; --host-gib says more" if options.host_gib is None else "host_gib"
+    if options.host_blocks * block > gib * GIB:
+        fail(
+            "host_blocks",
+            f"at most {int(gib * GIB // block):,} blocks of {block / GIB:.4f} GiB in"
+            f" {gib:,.0f} GiB ({whose})",
+            f"{options.host_blocks:,}, which take {options.host_blocks * block / GIB:,.0f} GiB",
+        )
 
 
 def weight_bytes(model: ModelProfile, options: OffloadOptions) -> int | None:

@@ -52,6 +52,8 @@ def run(namespace: argparse.Namespace) -> int:
         fail("--ray", "a sweep to run there (--sweep)", "none")
     from kvcore.cli.commands.replay import serve
 
+    if namespace.write_model is not None:
+        return serve.write_model(namespace)
     offload = written(namespace, "offload")
     if not offload:
         return serve.run_caches(namespace)

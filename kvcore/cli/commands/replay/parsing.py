@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 #: Options that name a file to write.
-OUTPUTS = ("json", "perfetto", "html")
+OUTPUTS = ("json", "perfetto", "html", "write_model")
 OFFLOAD_NAMES = tuple(name for name, _ in options_of(OffloadOptions))
 
 
@@ -116,6 +117,8 @@ def files_read(namespace: argparse.Namespace) -> tuple[str, ...]:
     """The files that the options name to be read."""
     named = (namespace.model, namespace.device, namespace.deployment)
     files = [name for name in named if name is not None and name.endswith((".toml", ".json"))]
+    if namespace.model is not None and os.path.isdir(namespace.model):
+        files.append(os.path.join(namespace.model, "config.json"))
     more = (namespace.trace, namespace.ids)
     return (*files, *(name for name in more if name is not None))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvcore.cli import status
 from kvcore.cli.commands.replay.parsing import OFFLOAD_NAMES, files_read, option_named
 from kvcore.cli.outputs import refuse_unwritable, write_json
-from kvcore.cli.printing import tell
+from kvcore.cli.printing import say, tell
 
 if TYPE_CHECKING:
     from kvcore.replay import (
@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from kvcore.replay.answer.answer import Answer
     from kvcore.replay.report.report import Report
 
-__all__ = ["model_of", "offload_options", "read_requests", "run_caches", "run_offload"]
+__all__ = [
+    "model_of",
+    "offload_options",
+    "read_requests",
+    "run_caches",
+    "run_offload",
+    "write_model",
+]
 
 GENERATED_REQUESTS = 100
 #: Most rows selected in a run that is full unless said otherwise: some ten seconds.
@@ -35,6 +42,28 @@ SHAPE_FIELDS = {
     "num_layers": "layers", "num_heads": "num_heads", "head_size": "head_size",
     "value_head_size": "value_head_size", "dtype": "dtype",
 }  # fmt: skip
+
+
+def write_model(namespace: argparse.Namespace) -> int:
+    """Write the model's figures as a file to edit; says what it lacks."""
+    from kvcore.errors import fail
+    from kvcore.files import write_whole
+    from kvcore.replay import ModelProfile
+    from kvcore.replay.models.writing import missing_figures, model_toml
+
+    path = namespace.write_model
+    others = [name for name in namespace.written if name not in ("model", "write_model")]
+    if others:
+        seen = "a trace" if others[0] == "trace" else option_named(others[0])
+        fail("--write-model", "no other option but --model", seen)
+    if not path.endswith(".toml"):
+        fail("--write-model", "a file called .toml", repr(path))
+    refuse_unwritable(path, reads=files_read(namespace))
+    model = ModelProfile.find(namespace.model or "tiny-sparse")
+    write_whole(path, model_toml(model))
+    missing = ", ".join(missing_figures(model))
+    say(f"{path}: the figures of {model.name}" + (f"; missing: {missing}" if missing else ""))
+    return status.OK
 
 
 def read_requests(namespace: argparse.Namespace) -> tuple[str, list[TraceRequest]]:
@@ -142,6 +171,7 @@ def offload_options(
     """The options asked for; what was left open is as the deployment says, or by the trace."""
     from kvcore.errors import fail
     from kvcore.replay import Deployment, OffloadOptions
+    from kvcore.replay.serving.fit import host_blocks_of
 
     values: dict[str, Any] = {
         name: getattr(namespace, name) for name in OFFLOAD_NAMES if name in namespace.written
@@ -158,6 +188,8 @@ def offload_options(
     values.setdefault("fidelity", "full" if short else "sampled")
     if values["fidelity"] == "full":
         values.setdefault("host_blocks", FULL_BLOCKS)
+    held = host_blocks_of(model, namespace.block_size, namespace.host_gib)
+    values.setdefault("host_blocks", held)
     if namespace.search is not None and "arrivals" not in values:
         values["arrivals"] = "time"
     if namespace.perfetto is not None:
