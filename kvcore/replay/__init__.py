@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lab behind ``kvcore replay``: request traces served on this machine, and what that cost.
 
+    answer     whether offload is worth it: a run beside its baseline, and the highest rate
     traces     requests, their tokens and the rows they choose: read from files or generated
     models     models as data: what a token keeps, and what a step costs
     deployments  what a step takes of a model on one device, in one set-up and software
@@ -18,6 +19,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvcore.replay.answer.answer import Answer
+    from kvcore.replay.answer.run import Served, serve
     from kvcore.replay.deployments.deployment import DEPLOYMENTS, Deployment
     from kvcore.replay.models.profile import MODELS, ModelFigure, ModelProfile, ModelShape
     from kvcore.replay.options import OffloadOptions
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 
 #: Module -> the names that it has for users.
 _HOMES = {
+    "answer.answer": ("Answer",),
+    "answer.run": ("Served", "serve"),
     "deployments.deployment": ("DEPLOYMENTS", "Deployment"),
     "models.profile": ("MODELS", "ModelFigure", "ModelProfile", "ModelShape"),
     "options": ("OffloadOptions",),
@@ -69,6 +74,7 @@ __all__ = [
     "DEPLOYMENTS",
     "LAYOUTS",
     "MODELS",
+    "Answer",
     "Deployment",
     "Mismatch",
     "ModelFigure",
@@ -87,6 +93,7 @@ __all__ = [
     "Scheduler",
     "ScoreIds",
     "ScoreModel",
+    "Served",
     "Strategy",
     "TraceRequest",
     "TurnoverIds",
@@ -95,6 +102,7 @@ __all__ = [
     "read_ids",
     "read_trace",
     "score_trace",
+    "serve",
     "slot_mapping",
     "write_ids",
 ]

@@ -91,9 +91,8 @@ class Point:
 
     def to_dict(self) -> dict[str, Any]:
         """Of types that JSON has."""
-        names = ("rate", "attained", "batch", "values", "overload", "holds")
-        found = {name: getattr(self, name) for name in names}
-        return {**found, "values_ms": found.pop("values")}
+        names = ("rate", "attained", "batch", "overload", "holds")
+        return {**{name: getattr(self, name) for name in names}, "values_ms": self.values}
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +277,7 @@ class Search:
             f"{name.upper()} is {_time(ms)}" for name, ms in point.values.items()
             if ms * 1e3 > slo.limits[name]
         ]  # fmt: skip
-        share = f"{point.attained:.0%} of the requests are good"
+        share = f"{point.attained:.1%} of the requests are good"
         return " and ".join(over) if over else share
 
 

@@ -98,7 +98,9 @@ class _Draw:
             rates = [point["rate"] for point in points]
             good = [100 * point["attained"] for point in points]
             self._line(figure, side, rates, good, "lines+markers")
-        figure.update_xaxes(type="log")
+        ticks = [each * 10.0**power for power in range(-6, 8) for each in (1, 2, 5)]
+        shown = [f"{tick:g}" for tick in ticks]
+        figure.update_xaxes(type="log", tickvals=ticks, ticktext=shown)
         figure.update_yaxes(range=[0, 104])
         asked = self._report["slo"]["attain"]
         self._mark(figure, "y", 100 * asked, f"{asked:.0%} asked for")

@@ -21,7 +21,7 @@ def _number(value: float | None, unit: str = "") -> str:
 def _time(ms: float | None) -> str:
     if ms is None:
         return "-"
-    return _number(ms / 1e3, " s") if ms >= 1e4 else _number(ms, " ms")
+    return _number(ms / 1e3, " s") if ms >= 1e3 else _number(ms, " ms")
 
 
 def _size(nbytes: float) -> str:
