@@ -19,10 +19,13 @@ from kvcore.replay.answer.batches import BatchCurve, break_even, mean_context
 from kvcore.replay.answer.run import answered, finish
 from kvcore.replay.answer.spread import spread_over_seeds
 from kvcore.replay.deployments.deployment import Deployment
+from kvcore.replay.models.profile import STEP
 from kvcore.replay.report.identity import settled, trace_hash
 from kvcore.runtime import DeviceProfile
 
 MODEL = ModelProfile.named("tiny-sparse").replace(layers=3, index_layers=(0, 1), topk=64)
+#: The same with a step that was measured.
+SURE = MODEL.replace(basis="measured", **{key: MODEL[key].value for key in STEP})
 GIB = 2**30
 REQUESTS = [TraceRequest(i, 40.0 * i, 500 - 12 * i, 30, (i,)) for i in range(9)]
 TOKEN = 3 * 160 + 2 * 32
@@ -56,10 +59,35 @@ CRAMPED = {"weights_gib": room_for(11.5), "prefill_tokens_per_s": None}
         (Ratio(1.01, 0.99, 1.03), "undecided"),
         (Ratio(1.0, 1.0, 1.2), "undecided"),
         (Ratio(9.0, None, None), "undecided"),
+        (Ratio(1.5, 1.4, 1.6, (1.1, 2.0)), "yes"),
+        (Ratio(1.5, 1.4, 1.6, (0.9, 2.0)), "undecided"),
+        (Ratio(0.8, 0.7, 0.9, (0.75, 1.05)), "undecided"),
+        (Ratio(0.8, 0.7, 1.2, (0.75, 0.85)), "undecided"),
+        (Ratio(0.8, 0.7, 0.9, (0.75, 0.85)), "no"),
     ],
 )
-def test_an_interval_on_one_side_decides(ratio: Ratio, decision: str) -> None:
+def test_interval_and_band_on_one_side_decide(ratio: Ratio, decision: str) -> None:
     assert ratio.decision == decision
+
+
+def test_one_assumed_figure_that_turns_the_answer_is_named() -> None:
+    """Many misses at a cost of the host's link that is not known: said, and undecided."""
+    sides: dict[float, Answer] = {}
+    for cost in (1e-4, 0.6, 3.0):
+        device = A3.replace(h2d_descriptor=cost)
+        deployment = Deployment.of(SURE, device)
+        chosen = options(pool=64, turnover="overlap=0,reuse=0", fidelity="sampled", **CRAMPED)
+        report = OffloadReplay(REQUESTS, deployment, chosen).run()
+        sides[cost] = finish(report, REQUESTS, deployment)
+    assert [answer.decision for answer in sides.values()] == ["yes", "undecided", "no"]
+    turned = sides[0.6]
+    assert turned.speed_up is not None
+    assert turned.speed_up.band is not None
+    assert turned.speed_up.band[0] < 1 < turned.speed_up.band[1]
+    assert turned.because[0].startswith("It hangs on h2d_descriptor, an assumed figure")
+    found = turned.to_dict()["answer"]
+    assert found["band"]["decides"] == "h2d_descriptor"
+    assert found["speed_up_band"] == list(turned.speed_up.band)
 
 
 def test_a_small_device_makes_offload_worth_it() -> None:
@@ -85,7 +113,8 @@ def test_a_roomy_device_does_not() -> None:
     assert answer.speed_up is not None
     assert answer.speed_up.value < 1
     assert answer.sentence.startswith("No: ")
-    assert "Both run at most 4 requests" in answer.because[0]
+    assert answer.because[0].startswith("It hangs on step_fixed, an assumed figure")
+    assert "Both run at most 4 requests" in answer.because[1]
 
 
 def test_the_curve_passes_through_the_run() -> None:
@@ -189,10 +218,15 @@ def test_limits_decide_where_requests_arrive_by_time() -> None:
         (ends[0].p50 / 99, "no", "neither with offload nor without"),
     ):
         chosen = options(slo=f"ttft={ttft:.3f}us", attain=0.85, **fast)
-        report = OffloadReplay(quick, MODEL, chosen).run()
+        report = OffloadReplay(quick, SURE, chosen).run()
         answer = finish(report, quick)
         assert answer.decision == decision, answer.sentence
         assert said in answer.sentence
+    # With a step that nobody measured, the limit in between may hold on both sides or on neither.
+    chosen = options(slo=f"ttft={limit:.3f}us", attain=0.85, **fast)
+    guess = finish(OffloadReplay(quick, MODEL, chosen).run(), quick)
+    assert guess.decision == "undecided"
+    assert "by less than is known" in guess.sentence
 
 
 def test_good_requests_decide_where_all_are_there_at_once() -> None:

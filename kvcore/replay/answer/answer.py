@@ -7,14 +7,16 @@ A run is held against its baseline.  What is compared is said:
 - with limits and all requests there at once: good requests a second;
 - without limits: tokens a second, each at the largest batch that it comes to.
 
-Yes and no are said when the whole interval is on one side; an interval that contains both answers
-is undecided.  It has the interval of a sampled run, and `CLOCK` for the arithmetic of either side.
+Yes and no are said when all of the interval and of the band are on one side; what contains both
+answers is undecided.  The interval is that of a sampled run, with `CLOCK` for the arithmetic of
+either side.  The band is what assumed figures, each off by a factor, would make of the result
+(`kvcore.replay.clock.band`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcore.replay.answer.batches import (
@@ -24,6 +26,7 @@ from kvcore.replay.answer.batches import (
     largest_batch,
     mean_context,
 )
+from kvcore.replay.clock.band import FACTOR, Band, ratio_band, step_band
 from kvcore.replay.serving.interval import CLOCK, FEWEST
 
 if TYPE_CHECKING:
@@ -34,23 +37,31 @@ if TYPE_CHECKING:
 #: Share of the time from which on it is said that offload does not change it.
 PROMPTS_MATTER = 0.2
 
-__all__ = ["Answer", "Ratio", "answer_of", "step_error"]
+__all__ = ["Answer", "Ratio", "answer_of", "hangs_on", "step_error"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """With offload by without; low and high bound it, None where nobody can say."""
+    """With offload by without; low and high bound it, None where nobody can say.
+
+    band: what assumed figures would make of it, least and most.
+    """
 
     value: float
     low: float | None
     high: float | None
+    band: tuple[float, float] | None = None
 
     @property
     def decision(self) -> str:
         """Whether offload is ahead."""
-        if self.low is None or self.high is None or self.low <= 1 <= self.high:
+        if self.low is None or self.high is None:
             return "undecided"
-        return "yes" if self.low > 1 else "no"
+        low, high = self.band or (self.low, self.high)
+        low, high = min(low, self.low), max(high, self.high)
+        if low <= 1 <= high:
+            return "undecided"
+        return "yes" if low > 1 else "no"
 
     def __str__(self) -> str:
         if self.low is None or self.high is None:
@@ -69,6 +80,7 @@ class Answer:
     curves:   (batch, tokens a second of decoding), by side.
     baseline: figures of the run without offload.
     searches: the rates that were tried, by side.
+    band:     how far assumed figures move the ratio of the sides.
     """
 
     decision: str | None
@@ -80,6 +92,7 @@ class Answer:
     curves: dict[str, list[tuple[int, float]]] | None = None
     baseline: dict[str, Any] | None = None
     searches: dict[str, Any] | None = None
+    band: Band | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Of types that JSON has: what goes into a report."""
@@ -93,6 +106,8 @@ class Answer:
                 "measure": self.measure,
                 "speed_up": None if ratio is None else ratio.value,
                 "speed_up_interval": bounds,
+                "speed_up_band": None if ratio is None or not ratio.band else list(ratio.band),
+                "band": None if self.band is None else self.band.to_dict(),
                 "break_even_batch": self.break_even_batch,
                 "curves": self.curves,
                 "search": self.searches,
@@ -122,11 +137,12 @@ def answer_of(
     most = [largest_batch(side, requests) for side in sides]
     wanted = other.decode_tokens_per_s or 0.0
     even = break_even(curves[0].tokens_per_s, wanted, most[0])
-    decision, sentence, measure, ratio = _decided(report, other)
+    band = ratio_band(report, other, context)
+    decision, sentence, measure, ratio = _decided(report, other, band, context)
     return Answer(
         decision,
         sentence,
-        (*_batches(report, other, most, even), *because),
+        (*hangs_on(ratio, band), *_batches(report, other, most, even), *because),
         measure,
         ratio,
         even,
@@ -135,6 +151,7 @@ def answer_of(
             for name, curve, end in zip(("offload", "none"), curves, most, strict=True)
         },
         _summary(other),
+        band=band,
     )
 
 
@@ -146,12 +163,25 @@ def step_error(report: OffloadReport) -> float | None:
     return None if interval.step_us is None else interval.step_us / us
 
 
+def hangs_on(ratio: Ratio | None, band: Band) -> tuple[str, ...]:
+    """What the ratio of the sides hangs on, and how far: nothing where no figure is assumed."""
+    if band.decides is None:
+        return ()
+    change = max(map(abs, band.by[band.decides]))
+    said = f"It hangs on {band.decides}, an assumed figure: a factor of {FACTOR:g} moves it by"
+    said += f" {change:.0%}"
+    if ratio is not None and ratio.band is not None:
+        low, high = ratio.band
+        said += f"; all assumed figures together make it {low:.2f} to {high:.2f} times"
+    return (said,)
+
+
 def _decided(
-    report: OffloadReport, other: OffloadReport
+    report: OffloadReport, other: OffloadReport, band: Band, context: float
 ) -> tuple[str, str, str, Ratio | None]:  # decision, sentence, measure, ratio
     error = step_error(report)
     if report.latencies.slo is not None and report.options.arrivals == "time":
-        return _by_limits(report, other, error)
+        return _by_limits(report, other, error, context)
     if report.latencies.slo is not None:
         values = [(side.slo_dict() or {}).get("good_requests_per_s") or 0.0 for side in
                   (report, other)]  # fmt: skip
@@ -167,7 +197,9 @@ def _decided(
         decision = "yes" if values[0] else "no"
         said = f"{_number(values[0])} {unit} with offload, none without it"
         return decision, f"{decision.capitalize()}: {said}.", measure, None
-    ratio = _ratio(values[0], values[1], report, error)
+    ratio = replace(
+        _ratio(values[0], values[1], report, error), band=band.around(values[0] / values[1])
+    )
     sentence = (
         f"{ratio.decision.capitalize()}: {ratio} the {unit}: {_number(values[0])} with offload at a"
         f" batch of {_batch(report):.1f}, {_number(values[1])} without it at {_batch(other):.1f}"
@@ -190,10 +222,10 @@ def _ratio(value: float, base: float, report: OffloadReport, error: float | None
 
 
 def _by_limits(
-    report: OffloadReport, other: OffloadReport, error: float | None
+    report: OffloadReport, other: OffloadReport, error: float | None, context: float
 ) -> tuple[str, str, str, Ratio | None]:
     attain, slo = report.options.attain, report.latencies.slo
-    held = [_holds(report, error, attain), _holds(other, CLOCK, attain)]
+    held = [_holds(report, error, context), _holds(other, CLOCK, context)]
     shares = [side.latencies.attained or 0.0 for side in (report, other)]
     said = f"{shares[0]:.1%} of the requests are good with offload, {shares[1]:.1%} without it"
     rest = f" ({slo}; {attain:.0%} asked for): {said}."
@@ -211,12 +243,14 @@ def _by_limits(
     return decision, sentence + rest, measure, None
 
 
-def _holds(report: OffloadReport, error: float | None, attain: float) -> bool | None:
-    """Whether the limits hold, whatever the times are within the error; None: not known."""
+def _holds(report: OffloadReport, error: float | None, context: float) -> bool | None:
+    """Whether the limits hold, whatever the times are within error and band; None: not known."""
     if error is None:
         return None
-    shares = [report.latencies.attained_at(1 + sign * error) for sign in (-1, 1)]
-    holds = {share is not None and share >= attain for share in shares}
+    band = step_band(report, context)
+    factors = (1 - max(error, -band.low), 1 + max(error, band.high))
+    shares = [report.latencies.attained_at(max(0.0, factor)) for factor in factors]
+    holds = {share is not None and share >= report.options.attain for share in shares}
     return holds.pop() if len(holds) == 1 else None
 
 

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvcore.replay.answer.answer import Answer, Ratio, answer_of
+from kvcore.replay.answer.answer import Answer, Ratio, answer_of, hangs_on
 
 if TYPE_CHECKING:
     from kvcore.replay.answer.baseline import Baseline
     from kvcore.replay.answer.rate import RateSearch
+    from kvcore.replay.clock.band import Band
     from kvcore.replay.report.offloaded import OffloadReport
     from kvcore.replay.traces.reader import TraceRequest
 
@@ -30,16 +31,18 @@ def answer_of_search(
 ) -> Answer:
     """What a search says: ``report`` is of the rate found, ``baseline`` of the other side's."""
     plain = answer_of(report, requests, baseline)
-    decision, sentence, ratio = _decided(report, found, baseline, other)
+    decision, sentence, ratio = _decided(report, found, baseline, other, plain.band)
     because = [f"With offload {found.sentence}"]
     if other is not None:
         because.append(f"Without offload {other.sentence}")
+    own = () if plain.band is None else hangs_on(ratio, plain.band)
+    others = (line for line in plain.because if not line.startswith("It hangs on "))
     searches = {"offload": found.to_dict(), "none": None if other is None else other.to_dict()}
     return replace(
         plain,
         decision=decision,
         sentence=sentence,
-        because=(*because, *plain.because),
+        because=(*because, *own, *others),
         measure=MEASURE,
         speed_up=ratio,
         searches=searches,
@@ -47,7 +50,11 @@ def answer_of_search(
 
 
 def _decided(
-    report: OffloadReport, found: RateSearch, baseline: Baseline, other: RateSearch | None
+    report: OffloadReport,
+    found: RateSearch,
+    baseline: Baseline,
+    other: RateSearch | None,
+    band: Band | None,
 ) -> tuple[str | None, str, Ratio | None]:
     limits = f"{report.latencies.slo}, for {report.options.attain:.0%} of the requests"
     if other is None:
@@ -68,7 +75,9 @@ def _decided(
     low = found.low / other.high if math.isfinite(other.high) else 0.0
     high = found.high / other.low if other.low else math.inf
     known = low > 0 and math.isfinite(high)
-    ratio = Ratio(found.rate / other.rate, low if known else None, high if known else None)
+    value = found.rate / other.rate
+    around = None if band is None else band.around(value)
+    ratio = Ratio(value, low if known else None, high if known else None, around)
     sentence = (
         f"{ratio.decision.capitalize()}: the limits hold up to {found.rate:,.4g} requests/s with"
         f" offload, {ratio} the {other.rate:,.4g} without it ({limits})."
