@@ -98,6 +98,34 @@ def test_the_highest_rate_of_a_queue() -> None:
     assert len(queue.asked) == len(set(queue.asked)) == len(found.points) <= 12
 
 
+@pytest.mark.parametrize(("own", "slo"), [(10.0, "ttft=60ms"), (900.0, "ttft=60ms")])
+def test_the_report_that_is_kept_is_of_the_rate_found(own: float, slo: str) -> None:
+    """Whether the first rates that are tried hold the limits or not."""
+    queue = Queue(20.0, slo, batch=2.0)
+    trace = at_rate([TraceRequest(i, float(i), 9, 1, (i,)) for i in range(200)], own)
+    rates: dict[int, float] = {}
+
+    def served(requests: list[TraceRequest], window: tuple[float, float]) -> Any:
+        report = queue.serve(requests, window)
+        rates[id(report)] = own_rate(requests)
+        kept.append(report)
+        return report
+
+    kept: list[Any] = []
+    looked = Search(trace, served, attain=0.9, error=lambda _: 0.0)
+    found = looked.run()
+    assert found is not None
+    assert found.rate is not None
+    assert rates[id(looked.best)] == pytest.approx(found.rate)
+    slow = at_rate(trace, 10.0)
+    hopeless = Search(slow, Queue(61.0, slo).serve, attain=0.9, error=lambda _: 0.0)
+    none = hopeless.run()
+    assert none is not None
+    assert none.rate is None
+    assert hopeless.best is not None
+    assert hopeless.best.latencies.within(0.9)["ttft"] == pytest.approx(61e3)
+
+
 def test_times_that_are_not_sure_widen_what_the_rate_may_be() -> None:
     sure, unsure, nobody = (Queue(20.0, "ttft=60ms").search(error=e) for e in (0.0, 0.2, None))
     assert sure.rate == unsure.rate == nobody.rate

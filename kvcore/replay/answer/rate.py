@@ -24,6 +24,7 @@ from kvcore.replay.clock.compute_time import ComputeTime
 from kvcore.replay.serving.offloaded import MAX_ARRIVAL_MS
 
 if TYPE_CHECKING:
+    from kvcore.replay.metrics.latency import Slo
     from kvcore.replay.report.offloaded import OffloadReport
     from kvcore.replay.traces.reader import TraceRequest
 
@@ -145,8 +146,9 @@ class Search:
         self._requests, self._serve, self._attain = requests, serve, attain
         self._error, self._told = error, told
         self._points: dict[float, Point] = {}
-        self._reports: dict[float, OffloadReport] = {}
         self.best: OffloadReport | None = None
+        self._best: Point | None = None
+        self._slo: Slo | None = None
         self._floor = ""
 
     def run(self) -> RateSearch | None:
@@ -205,15 +207,23 @@ class Search:
             {name: us / 1e3 for name, us in felt.within(self._attain).items()},
             felt.overload(), attained >= self._attain, 1 + (error or 0.0),
         )  # fmt: skip
-        self._points[rate], self._reports[rate] = point, report
-        self.best = report
+        self._points[rate], self._slo = point, felt.slo
+        best = self._best
+        # (one report is kept: a run of a long trace has much to remember)
+        if point.holds:
+            better = best is None or not best.holds or rate > best.rate
+        else:
+            better = best is None or (not best.holds and rate < best.rate)
+        if better:
+            self._best, self.best = point, report
+        self._last = report
         return point
 
     def _is_alone(self, point: Point) -> bool:
         """Whether a lower rate can change nothing: requests hardly ever meet another one."""
         if point.batch <= ALONE or point.rate <= self._least():
             return True
-        return self._floor_misses(self._reports[point.rate])
+        return self._floor_misses(self._last)
 
     def _floor_misses(self, report: OffloadReport) -> bool:
         """Whether the time of computing alone, of a request alone, misses the limits already.
@@ -246,7 +256,6 @@ class Search:
 
     def _found(self, low: float, high: float) -> RateSearch:
         points = sorted(self._points.values(), key=lambda p: p.rate)
-        self.best = self._reports[low or points[0].rate]
         # If all times were longer by a factor, a rate lower by it would wait longer by it.
         sure = max((p.rate / p.factor for p in points if p.sure >= self._attain), default=0.0)
         perhaps = min(
@@ -271,7 +280,7 @@ class Search:
 
     def _missed(self, point: Point) -> str:
         """The limits that are missed, and what is met instead."""
-        slo = self._reports[point.rate].latencies.slo
+        slo = self._slo
         assert slo is not None
         over = [
             f"{name.upper()} is {_time(ms)}" for name, ms in point.values.items()

@@ -177,6 +177,7 @@ class _Side:
         self._stop, self._progress = stop, progress
         self._first: OffloadedSampled | None = None
         self._replays: dict[int, OffloadReplay] = {}
+        self._looked: Search | None = None
         self._label = ""
         self.replay: OffloadReplay | None = None
         self.report: OffloadReport | None = None
@@ -191,6 +192,7 @@ class _Side:
             error=(lambda _: CLOCK) if baseline else step_error,
             told=partial(self._told, "baseline" if baseline else "search"),
         )
+        self._looked = looked
         found = looked.run()
         if found is not None:
             self.report = looked.best
@@ -216,6 +218,9 @@ class _Side:
         report = replay.run(stop=self._stop, progress=_labelled(self._progress, self._label))
         if report.interrupted:
             return None
+        # Of the runs so far one is looked at again, and this one may be the next.
+        best = None if self._looked is None else self._looked.best
+        self._replays = {key: kept for key, kept in self._replays.items() if key == id(best)}
         self._replays[id(report)] = replay
         return report
 

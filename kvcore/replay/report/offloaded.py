@@ -275,12 +275,15 @@ class OffloadReport(Report):
         if slo is None:
             return None
         us = self.totals.end_us
+        good: float = felt.good
+        if felt.window_us is not None:  # (those that are not judged are as good as the others)
+            good = (felt.attained or 0.0) * self.finished_requests
         return {
             "limits_ms": {name: limit / 1e3 for name, limit in slo.limits.items()},
             "attain": self.options.attain,
             "attained": felt.attained,
             "holds": None if felt.attained is None else felt.attained >= self.options.attain,
-            "good_requests_per_s": felt.good / us * 1e6 if us else None,
+            "good_requests_per_s": good / us * 1e6 if us else None,
         }
 
     @property
