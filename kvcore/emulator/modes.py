@@ -125,7 +125,7 @@ class Calls(TorchDispatchMode):  # type: ignore[misc]
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    __torch_dispatch__ = _dispatch.dispatch
+    __torch_dispatch__: Callable[..., Any] = _dispatch.dispatch
 
 
 def _host(call: Any, line: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

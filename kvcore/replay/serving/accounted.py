@@ -58,7 +58,7 @@ class Accounted(Offloaded):
         super().__init__(model, options)
         self._trace = StepTrace(options.max_trace_events)
         # Steps that are traced are walked, and so are drafts: how many stand differs.
-        self.sums_steps = not options.max_trace_events and not options.drafts
+        self.sums_steps: bool = not options.max_trace_events and not options.drafts
 
     @property
     def now_us(self) -> float:

@@ -52,7 +52,7 @@ class Strategy(ABC, Generic[R_co]):
     sums_steps:     whether steps that repeat one another are served together.
     """
 
-    sums_steps = False
+    sums_steps: bool = False
 
     verify_samples: int
     times: Timings
