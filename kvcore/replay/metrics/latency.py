@@ -177,17 +177,20 @@ class Latencies:
         now_us: [steps] when; written: output tokens of each written before the first.
         """
         through = [0] * (len(now_us) + 1)  # requests whose last gap ends with so many steps
+        first: dict[float, int] = {}  # how many saw their last token then
         for progress, before in zip(who, written, strict=True):
             self.first(progress, now_us[0])
             if not math.isnan(progress.last_us):
                 continue  # (the step that writes the last token computes none)
             last = max(1, progress.tokens - 1 - before)  # the step that computes the last one
             count = min(last, len(now_us))
-            self._gap(now_us[0] - progress.seen_us, 1)
+            first[progress.seen_us] = first.get(progress.seen_us, 0) + 1
             through[count] += 1
             progress.seen_us = now_us[count - 1]
             if count == last:
                 progress.last_us = progress.seen_us
+        for seen_us, number in first.items():
+            self._gap(now_us[0] - seen_us, number)
         left = sum(through)
         for n in range(1, len(now_us)):
             left -= through[n]

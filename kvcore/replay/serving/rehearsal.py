@@ -30,7 +30,7 @@ from kvcore.replay.traces.reader import TraceRequest
 from kvcore.replay.traces.recorded_ids import RecordedIds
 from kvcore.runtime.profile import DeviceProfile
 
-__all__ = ["Rehearsal"]
+__all__ = ["Rehearsal", "most_bytes"]
 
 PLACES = 4
 #: Blocks for all of them together, by those of the longest request.
@@ -46,6 +46,19 @@ class _Served:
     table: NDArray[np.int64]
     groups: GroupSample
     steps: int = 0
+
+
+def most_bytes(model: ModelProfile, options: OffloadOptions, pool: int, longest: int) -> int:
+    """Bytes of this machine's memory that the rows of a sample take, at most.
+
+    pool: entries of a request and layer; longest: tokens of the longest sampled request.
+    The full caches of the requests in their places, their pools, and two buffers of selections.
+    """
+    layers = min(options.sample_layers, max(1, len(model.groups)))
+    blocks = math.ceil(BLOCKS * -(-(longest + 1) // options.block_size))
+    selected = 2 * (1 + options.drafts) * model.topk
+    rows = blocks * options.block_size * layers + PLACES * (pool * layers + selected)
+    return rows * model.row_bytes
 
 
 class Rehearsal:

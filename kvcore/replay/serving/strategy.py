@@ -49,7 +49,8 @@ class Strategy(ABC, Generic[R_co]):
     verify_samples: tokens that are read back when requests finish, over the whole trace.
     times:          where the time on this machine went; the replay adds scheduling and checks.
     verified, mismatches: samples compared so far, and rows of them that were wrong.
-    sums_steps:     whether steps that repeat one another are served together.
+    sums_steps:     whether steps that repeat one another are served together; False, set before the
+                    first step, walks them one by one.
     """
 
     sums_steps: bool = False

@@ -43,6 +43,7 @@ COLUMN = 0x636F6C756D6E
 MASK = 2**64 - 1
 
 _GENERATED_SEGMENT = -1
+SEGMENT = struct.Struct("<qqq")  # what it is of, tokens of it here, tokens that it has in all
 
 
 def block_keys(
@@ -56,20 +57,28 @@ def block_keys(
     first, before: start at this block, the one before it having the key ``before``.
     """
     keys: list[bytes] = []
+    length, ids, pack = request.input_length, request.hash_ids, SEGMENT.pack
     for start in range(first * block_size, num_tokens, block_size):
-        parts = [before if start else struct.pack("<q", block_size)]
+        before = before if start else struct.pack("<q", block_size)
         end = min(start + block_size, num_tokens)
-        prompt_end = min(end, request.input_length)
+        place = start // HASH_BLOCK_TOKENS
+        if end <= length and end <= (place + 1) * HASH_BLOCK_TOKENS:  # most of them
+            held = min(HASH_BLOCK_TOKENS, length - place * HASH_BLOCK_TOKENS)
+            before = blake2b(before + pack(ids[place], end - start, held), digest_size=16).digest()
+            keys.append(before)
+            continue
+        parts = [before]
+        prompt_end = min(end, length)
         position = start
         while position < prompt_end:
             place = position // HASH_BLOCK_TOKENS
             stop = min((place + 1) * HASH_BLOCK_TOKENS, prompt_end)
             # What its 512-token block holds in all: 512, or the prompt's tail.
-            held = min(HASH_BLOCK_TOKENS, request.input_length - place * HASH_BLOCK_TOKENS)
-            parts.append(struct.pack("<qqq", request.hash_ids[place], stop - position, held))
+            held = min(HASH_BLOCK_TOKENS, length - place * HASH_BLOCK_TOKENS)
+            parts.append(pack(ids[place], stop - position, held))
             position = stop
         if position < end:
-            parts.append(struct.pack("<qqq", _GENERATED_SEGMENT, end - position, request.index))
+            parts.append(pack(_GENERATED_SEGMENT, end - position, request.index))
         before = blake2b(b"".join(parts), digest_size=16).digest()
         keys.append(before)
     return keys
