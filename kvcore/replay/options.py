@@ -144,6 +144,8 @@ class OffloadOptions:
     ids:        path of a file of ids that requests chose; turnover: of the ids that are made.
     search:     "rate": find the highest rate of arrivals that holds the limits.
     baseline:   "auto": a run with offload is held against one without; "off": it is not.
+    tiers:      where the prefixes of prompts are kept, with ``policy="none"``; None: on the device.
+    tier_policy: which block of a full tier goes first; node_dies: dies that share the lower tiers.
     max_trace_events: kept for Perfetto.
     """
 
@@ -256,6 +258,21 @@ class OffloadOptions:
         "auto", "offload",
         "auto: serve the trace without offload too, and say which is ahead; off: do not",
         choices=("auto", "off"), metavar="HOW", only="offload",
+    )  # fmt: skip
+    tiers: str | None = option(
+        None, "offload",
+        "keep the prefixes of prompts in tiers, like hbm=40GiB,dram=200GiB@50GB/s,ssd=2TiB@6GB/s:"
+        " what a request finds there is loaded, not computed (docs/tiers.md)",
+        metavar="TIERS", only="offload", nullable=True,
+    )  # fmt: skip
+    tier_policy: str = option(
+        "lru", "offload",
+        "which block of a full tier goes first: lru, lfu, length, arc or fifo, of all tiers or like"
+        " hbm=lru,dram=arc", metavar="NAME", only="offload", axis=True,
+    )  # fmt: skip
+    node_dies: int = option(
+        1, "offload", "dies of a node that share the tiers below the device, each an equal part",
+        kind="integer", low=1, high=1024, only="offload", axis=True,
     )  # fmt: skip
     max_trace_events: int = option(
         0, "output", "events kept for Perfetto", kind="integer", low=0, high=10**8, written=False

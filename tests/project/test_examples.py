@@ -15,9 +15,14 @@ import pytest
 from tensors import WITHOUT_TORCH
 
 FOLDER = Path(__file__).parents[2] / "examples"
-ARGUMENTS = {"prefix_hits.py": ["--requests", "20"]}
+ARGUMENTS = {
+    "dense_tiers.py": ["--case", "1", "--factors", "5.02", "1.06"],
+    "prefix_hits.py": ["--requests", "20"],
+}
 #: What must be found in what they print.
 SAYS = {
+    "dense_tiers.py": r"none +TTFT +1151.2 .* calibrates\n +DRAM .* predicted: .*\n"
+    r"(.*\n)*  free figures: 2;",
     "layerwise_load.py": r"step 0: ([\d.]+ us)\nstep 1: \1\nstep 2: \1\none after the other",
     "paged_decode_numpy.py": r"(\w+: 59 rows of logits in 17 steps, equal to the bit\n){3}$",
     "paged_decode_torch.py": r"(\w+: prefill and 10 decode steps, logits equal to the bit\n){3}$",

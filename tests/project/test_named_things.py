@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 from functools import cache
@@ -19,7 +18,6 @@ TEXTS = [
     *sorted(p for p in (ROOT / ".ci").rglob("*") if p.is_file() and p.suffix != ".pyc"),
     *sorted(p for p in (ROOT / "kvcore").rglob("*") if p.suffix in {".py", ".pyx", ".pxd", ".h"}),
 ]
-TOOLS = sorted((ROOT / "tests" / "tools").rglob("*.py"))
 #: kvcore.name.name, not as a part of a longer word or of an address.
 DOTTED = re.compile(r"(?<![\w./-])kvcore(?:\.[A-Za-z_]\w*)+")
 #: A path below one of the repository's folders; * and {a,b} as a shell has them.  Not one of a
@@ -77,18 +75,6 @@ def test_named_modules_and_files_exist(text: Path) -> None:
     content = text.read_text(encoding="utf-8")
     assert [name for name in set(DOTTED.findall(content)) if not resolves(name)] == []
     assert [path for path in set(PATH.findall(content)) if not exists(path)] == []
-
-
-@pytest.mark.parametrize("tool", [pytest.param(t, id=t.name) for t in TOOLS])
-def test_tools_import_names_that_exist(tool: Path) -> None:
-    """Tools run before a release only, so nothing else in the gate sees a name that has moved."""
-    names = [
-        f"{node.module}.{alias.name}"
-        for node in ast.walk(ast.parse(tool.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "kvcore"
-        for alias in node.names
-    ]
-    assert [name for name in names if not resolves(name)] == []
 
 
 def test_the_check_sees_what_is_missing() -> None:

@@ -20,6 +20,7 @@ from kvcore.replay.models.profile import (
 from kvcore.runtime import profile
 
 STEP = {"step_drafts", "step_fixed", "step_request", "step_attended", "step_indexed"}
+PROMPTS = {"prefill_token", "prefill_attended"}
 GLM = {
     "model_type": "glm_moe_dsa",
     "num_hidden_layers": 78,
@@ -56,7 +57,9 @@ def test_what_ships_is_whole(name: str) -> None:
     model = ModelProfile.named(name)
     assert model.name == name
     # (what weights take is of one machine, and published of none)
-    assert set(model.figures) | {"weights"} == set(MODEL_FIGURES)
+    assert set(model.figures) | PROMPTS | {"weights"} == set(MODEL_FIGURES)
+    real = not name.startswith("tiny")
+    assert (model.figures.keys() >= PROMPTS) == (real and not model.topk)
     assert model.note
     assert {"step_request", "step_attended"} <= set(model.assumed())
     short, long = model.step_us(2, 1000), model.step_us(2, 100_000)
@@ -83,7 +86,7 @@ def test_sizes() -> None:
 def test_configs(tmp_path: Path) -> None:
     glm = ModelProfile.from_config(config(tmp_path, GLM))
     shipped = ModelProfile.named("glm-5.2")
-    for key in set(MODEL_FIGURES) - STEP - {"weights"}:
+    for key in set(MODEL_FIGURES) - STEP - PROMPTS - {"weights"}:
         assert glm[key].value == shipped[key].value, key
     listed = {**GLM, "indexer_types": ["full", "full"] + ["shared"] * 76}
     assert ModelProfile.from_config(config(tmp_path, listed)).index_layers == (0, 1)

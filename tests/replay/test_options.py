@@ -79,7 +79,8 @@ def test_a_number_is_shown_as_it_is_declared() -> None:
 def test_axes_are_read_by_their_kind() -> None:
     found = options.axes()
     assert set(found) == {
-        "policy", "pool", "batch", "drafts", "device", "write_policy", "seed", "sample_seed"
+        "policy", "pool", "batch", "drafts", "device", "write_policy", "seed", "sample_seed",
+        "tier_policy", "node_dies",
     }  # fmt: skip
     assert found["pool"].parse("8192") == 8192
     assert found["policy"].parse("lru") == "lru"

@@ -40,6 +40,15 @@ PROMPTS_MATTER = 0.2
 __all__ = ["Answer", "Ratio", "answer_of", "hangs_on", "step_error"]
 
 
+#: How the two sides are called where the one differs in its tiers alone.
+TIERED = (
+    ("without offload", "without them"),
+    ("without it", "without them"),
+    ("with offload", "with the lower tiers"),
+    ("with it", "with them"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Ratio:
     """With offload by without; low and high bound it, None where nobody can say.
@@ -133,6 +142,8 @@ def answer_of(
     if not all(side.totals.steps for side in sides):
         return Answer(None, "Nothing is decided: no token was generated.", because)
     context = mean_context(requests)
+    if report.tiers is not None:
+        return _of_tiers(report, other, because, context)
     curves = [BatchCurve(side, context) for side in sides]
     most = [largest_batch(side, requests) for side in sides]
     wanted = other.decode_tokens_per_s or 0.0
@@ -153,6 +164,27 @@ def answer_of(
         _summary(other),
         band=band,
     )
+
+
+def _of_tiers(
+    report: OffloadReport, other: OffloadReport, because: tuple[str, ...], context: float
+) -> Answer:
+    """Beside the same run with device memory alone: nothing but prefixes is anywhere else."""
+    band = ratio_band(report, other, context)
+    decision, sentence, measure, ratio = _decided(report, other, band, context)
+    for words, instead in TIERED:
+        sentence = sentence.replace(words, instead)
+    felt = [side.latencies.summaries()["ttft"] for side in (report, other)]
+    both = "" if None in felt else (
+        f"First tokens: {felt[0]} with the lower tiers; {felt[1]} with device memory alone"
+    )  # fmt: skip
+    hits = [side.prefix_hit_rate or 0.0 for side in (report, other)]
+    found = (
+        f"{hits[0]:.1%} of the prompts' tokens are found in a cache, {hits[1]:.1%} with device"
+        " memory alone"
+    )
+    reasons = tuple(text for text in (both, found, *hangs_on(ratio, band), *because) if text)
+    return Answer(decision, sentence, reasons, measure, ratio, baseline=_summary(other), band=band)
 
 
 def step_error(report: OffloadReport) -> float | None:

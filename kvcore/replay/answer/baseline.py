@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from kvcore.errors import ParamInvalidError
 from kvcore.replay.serving.fit import deployment_of, device_blocks, fit, weight_bytes
 from kvcore.replay.serving.on_device import OnDevice
-from kvcore.replay.serving.replay import Replay
+from kvcore.replay.serving.replay import OffloadReplay, Replay
+from kvcore.replay.tiers.fit import alone
 
 if TYPE_CHECKING:
     from kvcore.replay.deployments.deployment import Deployment
@@ -35,16 +36,21 @@ class Baseline:
 
 
 def baseline_options(options: OffloadOptions) -> OffloadOptions:
-    """The options of the same run without offload."""
+    """The options of the same run without offload, or without the tiers below the device."""
+    if options.tiers is not None:
+        return replace(alone(options), max_trace_events=0)
     return replace(options, policy="none", pool=None, max_trace_events=0)
 
 
 def why_none(model: ModelProfile | Deployment, options: OffloadOptions) -> str:
     """Why a run has no baseline; empty when it has one."""
-    if options.policy == "none":
+    tiered = options.tiers is not None and alone(options) != options
+    if options.policy == "none" and not tiered:
         return "this run is the baseline itself"
     if options.baseline == "off":
         return "it was switched off (--baseline off)"
+    if tiered:
+        return ""
     own = deployment_of(model, options).model
     if weight_bytes(own, options) is None:
         return (
@@ -64,12 +70,16 @@ def run_baseline(
 ) -> Baseline:
     """Serve the trace without offload, as ``options`` of a run with it say.
 
-    The device's memory limits it, and ``batch`` as it limits the run with offload.
+    The device's memory limits it, and ``batch`` as it limits the run with offload.  Of a run with
+    tiers it is the same with device memory alone.
     """
     why = why_none(model, options)
     if why:
         return Baseline(None, why)
     own = baseline_options(options)
+    if own.tiers is not None:
+        found = OffloadReplay(requests, model, own).run(stop=stop, progress=progress)
+        return Baseline(None, "it was interrupted") if found.interrupted else Baseline(found)
     longest = max(request.total_tokens for request in requests)
     try:
         device, _ = fit(model, own)

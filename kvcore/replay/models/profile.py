@@ -123,17 +123,21 @@ MODEL_FIGURES: dict[str, tuple[str, float, float]] = {
     "step_request": ("us a request in the batch", 0, 1e9),
     "step_attended": ("us a token attended to, of each request", 0, 1e6),
     "step_indexed": ("us a token of context an indexer scores, of each request", 0, 1e6),
+    "prefill_token": ("us a token of a prompt that is computed", 0, 1e9),
+    "prefill_attended": ("us a token of a prompt, for each token before it", 0, 1e6),
     "weights": ("GiB of weights and activations on one device", 0, 1e6),
 }
 STEP = ("step_fixed", "step_request", "step_attended", "step_indexed")
-REAL = frozenset((*STEP, "weights"))  # numbers, which may be missing
+REAL = frozenset(
+    (*STEP, "prefill_token", "prefill_attended", "weights")
+)  # numbers, which may be missing
 
 #: Models that ship, by name, and their files in this folder.
 MODELS: dict[str, str] = {
     name: name.replace(".", "_").replace("-", "_") + ".toml"
     for name in (
-        "tiny", "tiny-sparse", "llama-3-8b", "llama-3-70b", "qwen2.5-7b", "qwen3-8b", "qwen3-32b",
-        "deepseek-v3.2", "deepseek-v3.2-c8", "glm-5.2",
+        "tiny", "tiny-sparse", "llama-3-8b", "llama-3-70b", "qwen2.5-7b", "qwen3-8b", "qwen3-14b",
+        "qwen3-32b",        "deepseek-v3.2", "deepseek-v3.2-c8", "glm-5.2",
     )
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvcore import __version__
 from kvcore.replay.clock.capacity import decode_bytes
+from kvcore.replay.clock.prefill_time import PREFILL, by_figures
 from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.metrics.latency import SHARES, Latencies
 from kvcore.replay.models.profile import ModelProfile
@@ -21,6 +22,7 @@ from kvcore.replay.report.report import Report
 from kvcore.replay.report.totals import OffloadTotals, Timeline
 from kvcore.replay.serving.fit import weight_bytes
 from kvcore.replay.serving.interval import Interval
+from kvcore.replay.tiers.figures import TierFigures
 from kvcore.runtime.profile import DeviceProfile
 
 __all__ = ["OffloadReport"]
@@ -51,6 +53,7 @@ class OffloadReport(Report):
     latencies: Latencies = field(default_factory=Latencies)
     beyond: tuple[float, float] = (1.0, 1.0)
     ids: dict[str, Any] | None = None
+    tiers: TierFigures | None = None
 
     @property
     def rows(self) -> float:
@@ -121,6 +124,9 @@ class OffloadReport(Report):
         rate = self.options.prefill_tokens_per_s
         if rate is None:
             return "none: prompts come from another device"
+        if by_figures(self.model, rate):
+            bases = {self.model[key].basis for key in PREFILL}
+            return f"{', '.join(sorted(bases))}: {self.model[PREFILL[0]].source}"
         return PREFILL_SOURCE if rate == PREFILL_TOKENS_PER_S else "given"
 
     def to_dict(self) -> dict[str, Any]:
@@ -206,6 +212,7 @@ class OffloadReport(Report):
             "latency_ms": self.latencies.to_dict(),
             "latency_quantiles_ms": {"shares": list(SHARES), **self.latencies.quantiles()},
             "slo": self.slo_dict(),
+            "tiers": None if self.tiers is None else self.tiers.to_dict(),
             "overlap": self.overlap,
             "assumed_share": self.assumed_share,
             "timeline": self.timeline.to_dict(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvcore.replay.clock.prefill_time import PREFILL, by_figures
 from kvcore.replay.models.profile import STEP
 from kvcore.replay.options import PREFILL_PROMPT_TOKENS, PREFILL_TOKENS_PER_S
 from kvcore.replay.serving.fit import HOST_BLOCKS, HOST_GIB, host_blocks_of
@@ -46,7 +47,9 @@ def table_of(report: OffloadReport, source: str) -> list[tuple[str, str]]:
         (
             "pool",
             (
-                "none: all caches on the device, nothing offloaded"
+                f"none: all caches on the device; prefixes in tiers, {options.write_policy}"
+                if report.tiers is not None
+                else "none: all caches on the device, nothing offloaded"
                 if report.on_device
                 else f"{options.policy}, {report.pool_entries:,} entries a request and group;"
                 f" {options.write_policy}"
@@ -61,8 +64,7 @@ def table_of(report: OffloadReport, source: str) -> list[tuple[str, str]]:
         (
             "prefill",
             (
-                f"{options.prefill_tokens_per_s:,.0f} tokens/s"
-                f" ({report.prefill_basis}){_beyond_its_prompts(report)}"
+                f"{_prefill(report)} ({report.prefill_basis}){_beyond_its_prompts(report)}"
                 if options.prefill_tokens_per_s is not None
                 else report.prefill_basis
             ),
@@ -101,6 +103,7 @@ def table_of(report: OffloadReport, source: str) -> list[tuple[str, str]]:
             f"{_number(report.decode_tokens_per_s)} in decode, {_number(report.tokens_per_s)}"
             f" in all ({totals.end_us / 1e6:,.1f} s of the model)",
         ),
+        *_tiers(report),
         *_felt(report),
         *_sampling(report),
         ("overlap", f"{_percent(report.overlap)} of the link's time in decode held nobody up"),
@@ -169,11 +172,20 @@ def _figures_of_a_step(report: OffloadReport) -> str:
     return f"{model.note or 'whose is not said'}; {rests}"
 
 
+def _prefill(report: OffloadReport) -> str:
+    model, rate = report.model, report.options.prefill_tokens_per_s
+    if by_figures(model, rate):
+        token, attended = (model[key].value for key in PREFILL)
+        return f"{token} us a token and {attended} us for each token before it"
+    return f"{rate:,.0f} tokens/s"
+
+
 def _beyond_its_prompts(report: OffloadReport) -> str:
     """Whether the default rate of prefill is used for longer prompts than it is of."""
     admitted = max(1, report.finished_requests + report.aborted_requests)
     mean = report.counters.prompt_tokens / admitted
-    given = report.options.prefill_tokens_per_s != PREFILL_TOKENS_PER_S
+    rate = report.options.prefill_tokens_per_s
+    given = rate != PREFILL_TOKENS_PER_S or by_figures(report.model, rate)
     if given or mean <= PREFILL_PROMPT_TOKENS:
         return ""
     times = mean / PREFILL_PROMPT_TOKENS
@@ -248,6 +260,10 @@ def _felt(report: OffloadReport) -> list[tuple[str, str]]:
             f" {slo['good_requests_per_s'] or 0:,.3f} good requests/s",
         ))  # fmt: skip
     return rows
+
+
+def _tiers(report: OffloadReport) -> list[tuple[str, str]]:
+    return [] if report.tiers is None else report.tiers.rows(report.totals.end_us)
 
 
 def _sampling(report: OffloadReport) -> list[tuple[str, str]]:

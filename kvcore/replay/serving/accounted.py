@@ -151,7 +151,7 @@ class Accounted(Offloaded):
             priced[ends[looked] - place] += shift[:, None]
         waits = np.full(len(of), NOTHING)
         if run.step.prefill:
-            waits[ends - entries + 1] = self._prompt_us(run.step) or 0.0
+            waits[ends - entries + 1] = self._prompts_us(run)
         times = self.clock.steps(
             *self._clocked_run(priced, load, of), waits=waits, looks=looks, until_ms=run.until_ms
         )
@@ -159,10 +159,15 @@ class Accounted(Offloaded):
         slopes = (times.us[at - 1] - times.us[at - 2]) / (2 * by[: len(at)])
         return times[looks[: len(times)] == 0], slopes
 
-    def _prompt_us(self, step: Step) -> float | None:
-        """What computing the step's prompt tokens takes; None: another device did."""
-        rate = self.options.prefill_tokens_per_s
-        return None if rate is None else sum(part[2] for part in step.prefill) / rate * 1e6
+    def _prompts_us(self, run: Run) -> NDArray[np.float64]:
+        """[steps] what computing the prompt tokens of each takes; 0: another device did."""
+        if self.options.prefill_tokens_per_s is None:
+            return np.zeros(run.count)
+        parts = [(start, tokens) for _, start, tokens in run.step.prefill]
+        return np.array([
+            self._prompts.of((start + n * tokens, tokens) for start, tokens in parts)
+            for n in range(run.count)
+        ])  # fmt: skip
 
     def _clocked_run(
         self, rows: NDArray[np.float64], load: RunLoad, of: NDArray[np.int64]
@@ -187,11 +192,10 @@ class Accounted(Offloaded):
         if run.step.prefill:
             tokens = sum(part[2] for part in run.step.prefill)
             nbytes = count * tokens * self.model.row_bytes * self.model.layers
-            us = self._prompt_us(run.step)
-            if us is None:
+            if self.options.prefill_tokens_per_s is None:
                 totals.received_bytes += nbytes
             else:
-                totals.prefill_us = summed(totals.prefill_us, np.full(count, us))
+                totals.prefill_us = summed(totals.prefill_us, self._prompts_us(run)[:count])
                 totals.prefill_bytes += nbytes if self.sends_to_host else 0
         wanted = np.minimum(load.contexts + 1, self.model.topk).sum(axis=1)
         totals.wanted = summed(totals.wanted, wanted.astype(np.float64) * self.model.layers)

@@ -12,6 +12,7 @@ from kvcore.replay.deployments.deployment import Deployment, find_device
 from kvcore.replay.metrics.latency import Slo
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
+from kvcore.replay.tiers.fit import check_figures, check_tier_options, fit_tiers
 from kvcore.replay.traces.made_ids import MadeIds
 from kvcore.replay.traces.recorded_ids import RecordedIds, parse_turnover, read_recordings
 from kvcore.runtime.profile import DeviceProfile
@@ -82,10 +83,16 @@ def fit(model: ModelProfile | Deployment, options: OffloadOptions) -> tuple[Devi
         fail("search", "limits that are to hold (slo)", "none")
     if options.search is not None and options.arrivals != "time":
         fail("search", "requests that arrive by time (arrivals)", repr(options.arrivals))
+    check_tier_options(options)
+    if options.tiers is not None:
+        check_figures(model, options)
     deployment = deployment_of(model, options)
     model, device = deployment.model, deployment.device
     ids_of(deployment, options)
     pool = _pool(model, options)
+    if options.tiers is not None:
+        fit_tiers(model, options, device)
+        return device, 0
     if options.policy == "none":
         device_blocks(model, options, device)
         return device, 0

@@ -9,10 +9,12 @@ time of a step are the same in both.  They differ in who is real:
 `OffloadedSampled`  a seeded sample of requests and layers, without a clock: the others are
                     estimated (`sampled`).
 `OnDevice`          nobody: the baseline without offload (`on_device`).
+`Tiered`            nobody: the same, with slower tiers for the blocks of prompts (`tiered`).
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from kvcore.offload.decode.result import StepResult
 from kvcore.offload.decode.write_policy import make_write_policy
 from kvcore.replay.clock.compute_time import ComputeTime
 from kvcore.replay.clock.in_order import InOrderClock
+from kvcore.replay.clock.prefill_time import PrefillTime
 from kvcore.replay.clock.step_clock import StepClock
 from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.metrics.latency import Latencies, Progress, Slo
@@ -76,6 +79,7 @@ class Offloaded(Strategy[OffloadReport]):
     groups:           of layers that move the same rows.
     ids:              where the rows that a step wants come from; None: the default generator.
     sends_to_host:    whether rows go to the host at all.
+    loads:            whether blocks of a prompt come from elsewhere (`_load`).
     Raises ParamInvalidError for what cannot be served, DeviceOutOfMemoryError for caches that do
     not fit; before any work.
     """
@@ -89,6 +93,7 @@ class Offloaded(Strategy[OffloadReport]):
 
     real: RealDecode
     sends_to_host = True
+    loads = False
 
     def __init__(self, model: ModelProfile | Deployment, options: OffloadOptions) -> None:
         if not isinstance(options, OffloadOptions):
@@ -99,6 +104,7 @@ class Offloaded(Strategy[OffloadReport]):
         self.model, self.options = self.deployment.model, options
         self._write_policy = make_write_policy(options.write_policy)
         self._compute = ComputeTime(self.deployment, options.drafts)
+        self._prompts = PrefillTime(self.model, options.prefill_tokens_per_s or math.inf)
         self._in_order = self.deployment.serve == "in order"
         #: Beside the compute time of a step whose rows are read ahead.
         self._plan_us = self.deployment.own("plan_group") * len(self.model.groups)
@@ -131,13 +137,14 @@ class Offloaded(Strategy[OffloadReport]):
         self._check_memory()  # before there is a pool of as many blocks
         self._scheduler = Scheduler(
             requests,
-            BlockPool(self._num_blocks()),
+            self._pool(),
             block_size=options.block_size,
             max_batch=options.batch,
             # Another device's prompts come whole: none of them waits for a chunk's turn here.
             chunk_tokens=options.chunk if options.prefill_tokens_per_s is not None else ALL_TOKENS,
             drafts=options.drafts,
             before_preempt=self._preempted,
+            load=self._load if self.loads else None,
         )
         self._take(requests)
         lanes = sum(n > 0 for n in self.model.shape.row_bytes)
@@ -153,6 +160,14 @@ class Offloaded(Strategy[OffloadReport]):
     def _num_blocks(self) -> int:
         """Blocks of the pool that the requests share."""
         return self.options.host_blocks
+
+    def _pool(self) -> BlockPool:
+        """That pool."""
+        return BlockPool(self._num_blocks())
+
+    def _load(self, running: Running, found: int) -> bool:
+        """Whether blocks of a request come from elsewhere, beside those that were found."""
+        raise NotImplementedError
 
     def _held(self, load: StepLoad) -> int:
         """Bytes of device memory in a step, weights not counted."""
@@ -231,7 +246,7 @@ class Offloaded(Strategy[OffloadReport]):
             if rate is None:
                 totals.received_bytes += nbytes
             else:
-                us = count / rate * 1e6
+                us = self._prompts.of((start, tokens) for _, start, tokens in step.prefill)
                 totals.prefill_us += us
                 totals.prefill_bytes += nbytes if self.sends_to_host else 0
             self._prefill(step, count, us)

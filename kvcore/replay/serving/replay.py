@@ -18,12 +18,14 @@ from kvcore.replay.models.profile import ModelShape
 from kvcore.replay.options import OffloadOptions
 from kvcore.replay.report.offloaded import OffloadReport
 from kvcore.replay.report.report import Outcome, Report
+from kvcore.replay.serving.accounted import Accounted
 from kvcore.replay.serving.in_full import OffloadedInFull
 from kvcore.replay.serving.on_device import OnDevice
 from kvcore.replay.serving.resident import Resident, ResidentOptions
 from kvcore.replay.serving.runs import run_of
 from kvcore.replay.serving.sampled import OffloadedSampled
 from kvcore.replay.serving.strategy import Strategy
+from kvcore.replay.serving.tiered import Tiered
 from kvcore.replay.traces.reader import TraceRequest, check_requests
 
 if TYPE_CHECKING:
@@ -205,7 +207,7 @@ class Replay(Generic[R]):
 
 
 #: The strategies of offload, by the fidelity that asks for them.
-OFFLOADED: dict[str, type[OffloadedInFull | OffloadedSampled]] = {
+OFFLOADED: dict[str, type[Accounted] | type[OffloadedInFull]] = {
     "full": OffloadedInFull,
     "sampled": OffloadedSampled,
 }
@@ -214,12 +216,14 @@ OFFLOADED: dict[str, type[OffloadedInFull | OffloadedSampled]] = {
 class OffloadReplay(Replay[OffloadReport]):
     """A replay with the full cache on the host, as ``options`` say: `Replay` with its strategy.
 
-    With ``policy="none"`` the full cache is on the device: the baseline.
+    With ``policy="none"`` the full cache is on the device: the baseline.  With ``tiers`` too, and
+    the prefixes of prompts are kept in slower tiers beside.
 
-    model: one with a top-k, or a deployment of one, from which all times come then.
+    model: one with a top-k, or a deployment, from which all times come then; any with
+           ``policy="none"``.
     """
 
-    serving: OffloadedInFull | OffloadedSampled | OnDevice
+    serving: OffloadedInFull | Accounted
 
     def __init__(
         self,
@@ -229,9 +233,14 @@ class OffloadReplay(Replay[OffloadReport]):
     ) -> None:
         if not isinstance(options, OffloadOptions):
             fail("options", "OffloadOptions", type(options).__name__)
-        strategy = OFFLOADED.get(str(options.fidelity), OffloadedSampled)  # which refuses it
-        serving = OnDevice if options.policy == "none" else strategy
-        super().__init__(requests, serving(model, options))
+        strategy: type[Accounted] | type[OffloadedInFull] = OFFLOADED.get(
+            str(options.fidelity), OffloadedSampled
+        )  # which refuses it
+        if options.tiers is not None:
+            strategy = Tiered
+        elif options.policy == "none":
+            strategy = OnDevice
+        super().__init__(requests, strategy(model, options))
 
     @classmethod
     def served_by(

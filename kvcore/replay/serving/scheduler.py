@@ -58,6 +58,7 @@ class Running:
     written:     tokens whose bytes are in the cache; reached is the most there ever were.
     prefix_hit:  tokens found in the cache when it was admitted last.
     preemptions: times it was preempted.
+    loading:     whether tokens of it are on their way from elsewhere; it takes no part in steps.
     """
 
     request: TraceRequest
@@ -70,11 +71,12 @@ class Running:
     registered: int = 0
     prefix_hit: int = 0
     preemptions: int = 0
+    loading: bool = False
 
     @property
     def missing(self) -> int:
-        """Known tokens that are not in the cache yet."""
-        return max(0, self.known - self.written)
+        """Known tokens that are to be computed."""
+        return 0 if self.loading else max(0, self.known - self.written)
 
     @property
     def decoding(self) -> bool:
@@ -138,6 +140,8 @@ class Scheduler:
             many stand.  Fewer where it ends, or where the pool has no block: nobody gives way
             for a draft.
     before_preempt: called with a request that is about to give its blocks back.
+    load: called with a request that is admitted and the number of its blocks that were found;
+            True when more of them come from elsewhere: it then waits for `loaded`.
     Raises ParamInvalidError when a request cannot fit the pool even alone.
     """
 
@@ -151,10 +155,12 @@ class Scheduler:
         chunk_tokens: int,
         drafts: int = 0,
         before_preempt: Callable[[Running], None] | None = None,
+        load: Callable[[Running, int], bool] | None = None,
     ) -> None:
         self.pool = pool
         self.drafts: int = check_integer("drafts", drafts, 0, 1023)
         self._before_preempt = before_preempt
+        self._load = load
         self.block_size: int = check_integer("block_size", block_size, 1)
         self.max_batch: int = check_integer("max_batch", max_batch, 1)
         self.chunk_tokens: int = check_integer("chunk_tokens", chunk_tokens, 1)
@@ -318,6 +324,7 @@ class Scheduler:
         self._give_back(running)
         running.known = max(running.known, running.written)
         running.written = running.registered = 0
+        running.loading = False
         running.preemptions += 1
         self.waiting.appendleft(running)
         self.counters.preemptions += 1
@@ -387,6 +394,18 @@ class Scheduler:
         counters.recovered_tokens += recovered
         counters.prefix_hit_tokens += running.prefix_hit - recovered
         running.reached = max(running.reached, running.prefix_hit)
+        running.loading = self._load is not None and self._load(running, len(hits))
+
+    def loaded(self, running: Running, tokens: int) -> None:
+        """What came from elsewhere for a request is there: its first ``tokens`` tokens are."""
+        running.loading = False
+        start, counters = running.written, self.counters
+        recovered = max(0, min(tokens, running.reached) - start)
+        counters.recovered_tokens += recovered
+        counters.prefix_hit_tokens += tokens - start - recovered
+        running.prefix_hit = running.written = tokens
+        running.reached = max(running.reached, tokens)
+        self._register(running)
 
     # -- prefill --------------------------------------------------------------------------
 

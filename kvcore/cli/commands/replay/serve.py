@@ -180,6 +180,9 @@ def offload_options(
         if "prefill_tokens_per_s" in values:
             fail("--prefill", "no --prefill-tokens-per-s together with none", "both")
         values["prefill_tokens_per_s"] = None
+    if "tiers" in values:
+        # With tiers the caches of a request are on the device; what else was asked for is refused.
+        values.setdefault("policy", "none")
     if isinstance(model, Deployment):
         _take_defaults(values, model)
         model = model.model
