@@ -215,7 +215,7 @@ cdef class TimeLine:
             or looks.shape[0] != steps or out.shape[0] != steps or out.shape[1] != FIGURES
         ):
             raise ValueError("expected prices of every step and row")
-        cdef int64_t turn
+        cdef int64_t turn = self.turn
         cdef bint looked = False
         if not steps:
             return 0
