@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
@@ -27,8 +28,11 @@ def torch() -> ModuleType:
     """torch with the real torch_npu on the machine."""
     if WHY_NOT:
         pytest.skip(WHY_NOT)
-    import torch
-    import torch_npu
+    with warnings.catch_warnings():
+        # Sources of the vendor have escapes that warn where they are compiled for the first time.
+        warnings.simplefilter("ignore")
+        import torch
+        import torch_npu
 
     assert torch_npu.npu.device_count() == 1
     return torch

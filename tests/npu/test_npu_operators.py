@@ -43,14 +43,9 @@ LARGE = "larger than a SoC allows"
 #: Suite, then test, or test[pattern of its parameters]: why it is not run here.
 ELSEWHERE: dict[str, dict[str, str]] = {
     "scatter_pa": {
-        "no_array": UNSEEN,
         "no_optional_array": UNSEEN,
         "unknown_mode": UNSEEN,
-        "unknown_dtype_name": UNSEEN,
         "strides_that_are_not_two_integers": UNSEEN,
-        "num_threads": UNSEEN,
-        "soc": UNSEEN,
-        "dtype_that_no_operator_moves[*-nz5]": "the same as nz4",
         "slot_past_the_cache[*-3]": "threads are the CPU's",
         "writes_what_the_oracle_says[n[zh]*-True]": KEY_ONLY,
         "zero_dimensional_values_mean_key_only[n[zh]*]": KEY_ONLY,
@@ -66,10 +61,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "strides_that_leave_the_address_space": ROOM,
     },
     "kv_cache_update": {
-        "no_array": UNSEEN,
         "layer_that_is_no_integer": UNSEEN,
-        "dtype_name": UNSEEN,
-        "other_keywords": UNSEEN,
         "appends[*-int64]": INT64,
         "layer_out_of_range[int64]": INT64,
         "lengths_and_offsets": LENGTHS,
@@ -83,8 +75,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "tokens_between_the_rows_of_the_cache": STRIDES,
     },
     "gather_pa": {
-        "matches_oracle": "in test_npu_oracle.py",
-        "matches_oracle_on_threads": "threads are the CPU's",
         "returns_what_scatter_wrote": "draws calls that no SoC has; in test_npu_oracle.py",
         "many_tokens": OWN,
         "no_bytes_are_still_checked": OWN,

@@ -97,7 +97,9 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "caches shape": lambda v: PagedCaches(v, 1, 1),
     "caches layout": lambda v: PagedCaches(TINY.shape, 1, 1, v),
 }
-TAKES_NONE = {"pool device", "selection device", "score model", "trace limit", "drafts"}
+TAKES_NONE = {
+    "pool device", "selection device", "score model", "trace limit", "drafts", "option device",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))

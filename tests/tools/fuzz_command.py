@@ -67,6 +67,8 @@ OPTIONS = {
     "bench": ["--json", "--list", "--seconds", "--save", "--compare"],
     "check": ["--log", "--operator", "--order", "--soc", "--json"],
     "emulate": ["--soc", "--devices", "--memory", "--check"],
+    "predict": ["--json", "--traces"],
+    "calibrate": ["--json", "--write"],
     # (a sweep's processes would outlast a case; --max-batch is --batch)
     "replay": [
         flag
@@ -90,7 +92,7 @@ PATIENCE = 120
 SLOW = {"--requests", "--verify-samples", "--sample-requests", "--drafts", "--seconds"}
 QUICK = [n for n in NUMBERS if n not in ("64", "3", " 7 ", "1_0", "٣")]
 FILES = {"--log", "--save", "--compare", "--model", "--device", "--json", "--trace", "--html",
-         "--results"}  # fmt: skip
+         "--results", "--traces", "--write"}  # fmt: skip
 
 
 def value(draw: random.Random, depth: int = 0) -> Any:
@@ -178,6 +180,9 @@ def words_of(draw: random.Random, files: list[str]) -> list[str]:
             words.append(f"{name}={rest}")
     if command == "replay" and draw.random() < 0.7:
         words.append(draw.choice([*files, "good.jsonl"]))
+    if command in ("predict", "calibrate"):
+        # What ships takes seconds, so it is not asked for.
+        words.append(draw.choice([file for file in files if file not in ("", "none")]))
     if command == "bench":
         words += ["norm-1", "--seconds", "0.001"]
     for option in draw.sample(OPTIONS[command], draw.randrange(min(6, len(OPTIONS[command]) + 1))):

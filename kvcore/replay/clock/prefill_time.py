@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvcore.replay.models.profile import ModelProfile
+from kvcore.replay.models.profile import PREFILL, ModelProfile
 from kvcore.replay.options import PREFILL_TOKENS_PER_S
 
 __all__ = ["PREFILL", "PrefillTime", "by_figures"]
-
-#: The figures of a model's prompts.
-PREFILL = ("prefill_token", "prefill_attended")
 
 
 def by_figures(model: ModelProfile, rate: float | None) -> bool:

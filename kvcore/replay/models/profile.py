@@ -128,16 +128,16 @@ MODEL_FIGURES: dict[str, tuple[str, float, float]] = {
     "weights": ("GiB of weights and activations on one device", 0, 1e6),
 }
 STEP = ("step_fixed", "step_request", "step_attended", "step_indexed")
-REAL = frozenset(
-    (*STEP, "prefill_token", "prefill_attended", "weights")
-)  # numbers, which may be missing
+#: Of a dense model only; others take a rate.
+PREFILL = ("prefill_token", "prefill_attended")
+REAL = frozenset((*STEP, *PREFILL, "weights"))  # numbers, which may be missing
 
 #: Models that ship, by name, and their files in this folder.
 MODELS: dict[str, str] = {
     name: name.replace(".", "_").replace("-", "_") + ".toml"
     for name in (
         "tiny", "tiny-sparse", "llama-3-8b", "llama-3-70b", "qwen2.5-7b", "qwen3-8b", "qwen3-14b",
-        "qwen3-32b",        "deepseek-v3.2", "deepseek-v3.2-c8", "glm-5.2",
+        "qwen3-32b", "deepseek-v3.2", "deepseek-v3.2-c8", "glm-5.2",
     )
 }  # fmt: skip
 

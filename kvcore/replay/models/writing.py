@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvcore.replay.models.profile import MODEL_FIGURES, ModelProfile
+from kvcore.replay.models.profile import MODEL_FIGURES, PREFILL, ModelProfile
 
 __all__ = ["missing_figures", "model_toml"]
 
@@ -15,8 +15,9 @@ HEAD = """\
 
 
 def missing_figures(model: ModelProfile) -> tuple[str, ...]:
-    """The figures that the model could have and lacks."""
-    return tuple(key for key in MODEL_FIGURES if key not in model.figures)
+    """The figures that the model could have and lacks; those of prompts for dense models only."""
+    optional = PREFILL if model.topk else ()
+    return tuple(key for key in MODEL_FIGURES if key not in model.figures and key not in optional)
 
 
 def model_toml(model: ModelProfile) -> str:
