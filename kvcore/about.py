@@ -92,9 +92,9 @@ def _cpu() -> dict[str, Any]:
         "row_comes_from": found.how,
         "row_rests_on": found.row.basis,
         "path": isa.path(),
-        "second_level_bytes": found.second_level,
-        "third_level_bytes": found.third_level,
-        "passed_over": list(found.words),
+        "second_level_bytes": isa.second_level()[1],
+        "third_level_bytes": cpus.third_level(),
+        "passed_over": found.words(),
     }
 
 

@@ -19,12 +19,11 @@ from pathlib import Path
 from kvcore._kernels import isa
 from kvcore.errors import fail
 
-__all__ = ["ROWS", "CpuRow", "Found", "chosen", "row_of", "use"]
+__all__ = ["ROWS", "CpuRow", "Found", "chosen", "row_of", "third_level", "use"]
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 MIB = 1 << 20
-#: Sizes that a cache may have; others are taken for a wrong answer of the system.
-SECOND_LEVEL = (64 << 10, 64 * MIB)
+#: Sizes that a third-level cache may have; others are taken for a wrong answer of the system.
 THIRD_LEVEL = (MIB, 4096 * MIB)
 
 
@@ -82,24 +81,18 @@ ROWS = (
 class Found:
     """What is in force.
 
-    how:   "found" or "KVCORE_CPU"; cpu: vendor, family and model as the CPU says them.
-    second_level, third_level: bytes of the caches, None where the system does not say or says
-    something absurd; words: what was passed over.
+    how: "found" or "KVCORE_CPU"; cpu: vendor, family and model as the CPU says them.
+    The system is asked for its caches only where something rests on them.
     """
 
     row: CpuRow
     how: str
     cpu: str
-    second_level: int | None
-    third_level: int | None
-    words: tuple[str, ...]
 
     @property
-    def stream_bytes(self) -> int | None:
-        """The row's border of streaming; None: the kernels' own default."""
-        if not self.row.thirds or self.third_level is None:
-            return None
-        return max((self.second_level or MIB) // 8 * 5, self.third_level // 5)
+    def least_stream_bytes(self) -> int:
+        """The border of streaming is no lower: 0 where the second-level cache alone decides."""
+        return (third_level() or 0) // 5 if self.row.thirds else 0
 
     @property
     def parallel_bytes(self) -> int | None:
@@ -107,6 +100,23 @@ class Found:
         if self.row.parallel_mib is None or (os.cpu_count() or 1) > 2:
             return None
         return self.row.parallel_mib * MIB
+
+    def words(self) -> list[str]:
+        """What the system says of its caches and is passed over, a sentence each."""
+        found = []
+        said, assumed = isa.second_level()
+        for level, size, is_taken in (
+            ("second-level", said, said == assumed),
+            ("third-level", _said_of_third_level(), third_level() is not None),
+        ):
+            if size > 0 and not is_taken:
+                found.append(f"the system says {size} bytes of {level} cache, which is passed over")
+        if self.row.thirds and third_level() is None:
+            found.append("the border of streaming rests on the second-level cache alone")
+        return found
+
+
+_chosen: Found | None = None
 
 
 def row_of(vendor: str, family: int, model: int) -> CpuRow:
@@ -132,31 +142,23 @@ def use(name: str | None = None) -> Found:
         if not named:
             fail("KVCORE_CPU", "one of " + ", ".join(row.name for row in ROWS), repr(name))
         row = named[0]
-    words: list[str] = []
-    second = _within("second-level", isa.second_level(), SECOND_LEVEL, words)
-    third = _within("third-level", _third_level(), THIRD_LEVEL, words)
-    if row.thirds and third is None:
-        words.append("the border of streaming rests on the second-level cache alone")
     cpu = f"{vendor} family {family} model {model}" if vendor else platform.machine()
-    _chosen = Found(row, "KVCORE_CPU" if name else "found", cpu, second, third, tuple(words))
+    _chosen = Found(row, "KVCORE_CPU" if name else "found", cpu)
     return _chosen
 
 
 def chosen() -> Found:
     """What ``use`` found last."""
-    return _chosen
+    return _chosen or use()
 
 
-def _within(level: str, size: int, limits: tuple[int, int], words: list[str]) -> int | None:
-    if size <= 0:
-        return None
-    if not limits[0] <= size <= limits[1]:
-        words.append(f"the system says {size} bytes of {level} cache, which is passed over")
-        return None
-    return size
+def third_level() -> int | None:
+    """Bytes of the third-level cache; None where the system does not say or says an absurd size."""
+    size = _said_of_third_level()
+    return size if THIRD_LEVEL[0] <= size <= THIRD_LEVEL[1] else None
 
 
-def _third_level() -> int:
+def _said_of_third_level() -> int:
     """Bytes as the kernel shows them; 0 where it does not."""
     try:
         for index in sorted(CACHES.glob("index*")):
@@ -167,6 +169,3 @@ def _third_level() -> int:
     except (OSError, ValueError, IndexError):
         pass
     return 0
-
-
-_chosen = use()

@@ -33,10 +33,10 @@ def apply_row(name: str) -> None:
 
     Raises ParamInvalidError for a name that no row has.
     """
-    row = cpus.use(name)
-    isa.select(isa.current(), row.row.path)
-    isa.set_stream_bytes(row.stream_bytes)
-    parallel.set_parallel_bytes(row.parallel_bytes)
+    cpus.use(name)
+    isa.select(isa.current(), cpus.chosen().row.path)
+    _set_stream_bytes(None)
+    _set_parallel_bytes(None)
 
 
 def require() -> None:
@@ -62,17 +62,24 @@ def _instruction_set() -> None:
 
 
 def _streaming() -> None:
-    isa.set_stream_bytes(cpus.chosen().stream_bytes)
-    count = _bytes("KVCORE_STREAM_BYTES")
-    if count is not None:
-        isa.set_stream_bytes(count)
+    _set_stream_bytes(None)
+    _set_stream_bytes(_bytes("KVCORE_STREAM_BYTES"))
 
 
 def _parallel() -> None:
-    parallel.set_parallel_bytes(cpus.chosen().parallel_bytes)
-    count = _bytes("KVCORE_PARALLEL_BYTES")
-    if count is not None:
-        parallel.set_parallel_bytes(count)
+    _set_parallel_bytes(None)
+    _set_parallel_bytes(_bytes("KVCORE_PARALLEL_BYTES"))
+
+
+def _set_stream_bytes(count: int | None) -> None:
+    # None: the kernels' default, and no less than the row has it.
+    isa.set_stream_bytes(count)
+    if count is None:
+        isa.set_stream_bytes(max(isa.stream_bytes(), cpus.chosen().least_stream_bytes))
+
+
+def _set_parallel_bytes(count: int | None) -> None:
+    parallel.set_parallel_bytes(cpus.chosen().parallel_bytes if count is None else count)
 
 
 def _bytes(variable: str) -> int | None:

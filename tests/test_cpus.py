@@ -122,12 +122,12 @@ def test_the_third_level_as_the_kernel_writes_it(
     size: str, third: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpus, "CACHES", sysfs(tmp_path, level1="32K", level2="1M", level3=size))
-    monkeypatch.setattr(isa, "second_level", lambda: 1 << 20)
-    found = cpus.use("zen5")
-    assert found.third_level == third
-    assert found.stream_bytes == max((1 << 20) // 8 * 5, third // 5)
-    assert found.words == ()
-    assert cpus.use("zen3").stream_bytes is None
+    assert cpus.third_level() == third
+    assert cpus.use("zen5").words() == []
+    settings.apply_row("zen3")
+    own = isa.stream_bytes()
+    settings.apply_row("zen5")
+    assert isa.stream_bytes() == max(own, third // 5)
 
 
 @pytest.mark.parametrize("size", ["", "much", "0K", "-1K", "99999999M", "1K", "K", "12X"])
@@ -135,24 +135,39 @@ def test_absurd_sizes_are_passed_over(
     size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpus, "CACHES", sysfs(tmp_path, level3=size))
-    found = cpus.use("zen5")
-    assert found.third_level is None
-    assert found.stream_bytes is None
-    assert any("second-level cache alone" in word for word in found.words)
+    assert cpus.third_level() is None
+    settings.apply_row("zen3")
+    own = isa.stream_bytes()
+    settings.apply_row("zen5")
+    assert isa.stream_bytes() == own
+    assert any("second-level cache alone" in word for word in cpus.chosen().words())
 
 
 def test_no_sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpus, "CACHES", tmp_path / "none")
-    monkeypatch.setattr(isa, "second_level", lambda: -1)
-    found = cpus.use("zen5")
-    assert (found.second_level, found.third_level, found.stream_bytes) == (None, None, None)
+    monkeypatch.setattr(isa, "second_level", lambda: (-1, 1 << 20))
+    assert cpus.third_level() is None
+    assert cpus.use("zen3").words() == []
+    assert cpus.use("zen5").words() == [
+        "the border of streaming rests on the second-level cache alone"
+    ]
 
 
 def test_an_absurd_second_level_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isa, "second_level", lambda: 1 << 40)
-    found = cpus.use()
-    assert found.second_level is None
-    assert "1099511627776 bytes of second-level cache" in found.words[0]
+    monkeypatch.setattr(isa, "second_level", lambda: (1 << 40, 1 << 20))
+    assert "1099511627776 bytes of second-level cache" in cpus.use("zen3").words()[0]
+
+
+def test_the_caches_are_asked_for_only_where_a_row_rests_on_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def asked() -> int:
+        raise AssertionError("the system was asked")
+
+    monkeypatch.setattr(cpus, "_said_of_third_level", asked)
+    settings.apply_row("zen3")
+    with pytest.raises(AssertionError, match="was asked"):
+        settings.apply_row("zen5")
 
 
 @pytest.mark.parametrize(("count", "border"), [(1, 32 << 20), (2, 32 << 20), (3, None)])

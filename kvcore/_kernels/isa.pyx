@@ -90,8 +90,8 @@ def cpu():
 
 
 def second_level():
-    """Bytes of the second-level cache as the system says them; 0 or less: it does not."""
-    return kv_second_level_bytes()
+    """Bytes of the second-level cache: as the system says (0 or less: it does not), as assumed."""
+    return kv_second_level_bytes(), second_level_bytes()
 
 
 def available():

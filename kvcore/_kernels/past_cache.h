@@ -6,9 +6,9 @@
  * On Zen 5 a masked or ordinary store to part of a line costs a read of that line, twice what a
  * non-temporal store of 16, 8 or 4 bytes costs, which reads nothing; and asking for the line
  * beforehand makes it slower still.  (On Zen 3 it is the other way round: 12.7 against 6.1 ns a
- * line, where a whole line past the cache takes 6.5.)  So nothing is asked for but sources, and rows are written token
- * by token: what several lines share need not be put together first.  Ends below 4 bytes are ordinary
- * stores.  A store of n bytes past the cache needs an address that is a multiple of n.
+ * line, where a whole line past the cache takes 6.5.)  So nothing is asked for but sources, and rows
+ * are written token by token: what several lines share need not be put together first.  Ends below 4
+ * bytes are ordinary stores.  A store of n bytes past the cache needs an address that is a multiple of n.
  *
  * "near": ends by ordinary stores, whose lines are asked for six tokens ahead, as Zen 3 likes it.
  */
@@ -92,7 +92,7 @@ static inline void kv_near_part(char *dst, const char *src, int64_t n)
 }
 
 /* A copy that streams whole lines by ``line`` and moves both ends by ``part``. */
-#define KV_PAST_MOVE(name, target_isa, part, line)                                                       \
+#define KV_PAST_MOVE(name, target_isa, part, line)                                                 \
     __attribute__((target(target_isa))) static void name(char *dst, const char *src, int64_t n)    \
     {                                                                                              \
         int64_t i = (int64_t)(-(uintptr_t)dst & (KV_LINE - 1));                                    \

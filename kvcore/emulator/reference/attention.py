@@ -56,19 +56,25 @@ def _token_axis(cache: Any) -> int:
     return int(cache.dim()) - 2
 
 
-def paged(cache: Any, table: Any, length: int, heads: int) -> Any:
-    """[length, heads, D] of one request from a paged cache of three, four or five axes."""
-    columns = -(-length // cache.shape[_token_axis(cache)])
+def blocks_of(table: Any, length: int, block_size: int, num_blocks: int) -> Any:
+    """The blocks of one request's tokens by its row of the table; they must lie in the cache."""
+    columns = -(-length // block_size)
     blocks = table[:columns].long()
     if len(blocks) < columns:
         raise RuntimeError(
             f"block_table: expected {columns} blocks for {length} tokens, got {len(blocks)}"
         )
-    bad = (blocks < 0) | (blocks >= cache.shape[0])
+    bad = (blocks < 0) | (blocks >= num_blocks)
     if bad.any():
         raise RuntimeError(
-            f"block_table: expected blocks from 0 to {cache.shape[0] - 1}, got {blocks[bad][0]}"
+            f"block_table: expected blocks from 0 to {num_blocks - 1}, got {blocks[bad][0]}"
         )
+    return blocks
+
+
+def paged(cache: Any, table: Any, length: int, heads: int) -> Any:
+    """[length, heads, D] of one request from a paged cache of three, four or five axes."""
+    blocks = blocks_of(table, length, cache.shape[_token_axis(cache)], cache.shape[0])
     found = cache[blocks]
     if cache.dim() == 3:
         found = found.reshape(-1, heads, cache.shape[2] // heads)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvcore.emulator.operators import Special
+from kvcore.emulator.reference.attention import blocks_of
 from kvcore.emulator.reference.refusals import none_of, one_of, refuse
 from kvcore.emulator.touched import Elements, Used, pages, pieces
 
@@ -50,28 +51,12 @@ def _rows(x: Any, layout: str, spans: list[tuple[int, int]]) -> list[Any]:
     return [x[b, :n] for b, (_, n) in enumerate(spans)]
 
 
-def _blocks(cache: Any, table: Any, length: int) -> Any:
-    """The blocks of one request's tokens, which must lie in the cache."""
-    columns = -(-length // cache.shape[1])
-    blocks = table[:columns].long()
-    if len(blocks) < columns:
-        raise RuntimeError(
-            f"block_table: expected {columns} blocks for {length} tokens, got {len(blocks)}"
-        )
-    bad = (blocks < 0) | (blocks >= cache.shape[0])
-    if bad.any():
-        raise RuntimeError(
-            f"block_table: expected blocks from 0 to {cache.shape[0] - 1}, got {blocks[bad][0]}"
-        )
-    return blocks
-
-
 def _keys(x: Any, layout: str, lengths: Any, table: Any) -> list[Any]:
     """Each request's [tokens, D] of keys or values with one head."""
     if layout == "PA_BSND":
         found = []
         for row, length in zip(table, lengths.tolist(), strict=True):
-            tokens = x[_blocks(x, row, length)].reshape(-1, *x.shape[2:])
+            tokens = x[blocks_of(row, length, x.shape[1], x.shape[0])].reshape(-1, *x.shape[2:])
             found.append(tokens[:length, 0])
         return found
     return [part[:, 0] for part in _rows(x, layout, _spans(x, layout, lengths))]
@@ -271,7 +256,7 @@ def _attended(
     spans = _spans(query, layout, given.get("actual_seq_lengths_query"))
     found = []
     for b, rows in enumerate(_rows(sparse_indices, layout, spans)):
-        blocks = _blocks(key, given["block_table"][b], lengths[b])
+        blocks = blocks_of(given["block_table"][b], lengths[b], key.shape[1], key.shape[0])
         tokens = [_chosen(row[0], size, lengths[b]) for row in rows]
         if given.get("sparse_mode", 3) == 3:
             tokens = [t[t <= lengths[b] - len(rows) + i] for i, t in enumerate(tokens)]

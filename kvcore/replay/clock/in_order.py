@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.replay.clock.step_clock import RunTimes, StepTimes
+from kvcore.replay.clock.step_clock import RunTimes, StepTimes, resource_us
 from kvcore.replay.deployments.deployment import Deployment
 from kvcore.runtime.profile import COMPUTE, H2D, HBM
 
@@ -55,8 +55,7 @@ class InOrderClock:
         """Microseconds of a layer's serve, and of device memory and of the link in it."""
         shares = []
         for resource, pieces, size in ((HBM, rows, 2 * rows - missed), (H2D, missed, missed)):
-            latency, piece, byte = self._service[resource]
-            us = latency + pieces * self._lanes * piece + size * self._row_bytes * byte
+            us = resource_us(self._service[resource], size * self._row_bytes, pieces * self._lanes)
             shares.append(np.where(pieces > 0, us, 0.0))
         hbm, link = shares
         both = np.maximum(hbm, link) + (1 - self._overlap) * np.minimum(hbm, link)

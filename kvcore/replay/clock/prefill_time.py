@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from kvcore.replay.models.profile import PREFILL, ModelProfile
 from kvcore.replay.options import PREFILL_TOKENS_PER_S
 
-__all__ = ["PREFILL", "PrefillTime", "by_figures"]
+__all__ = ["PrefillTime", "by_figures"]
 
 
 def by_figures(model: ModelProfile, rate: float | None) -> bool:

@@ -33,12 +33,18 @@ from kvcore._kernels.step_times import TimeLine
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.runtime.profile import COMPUTE, D2H, H2D, HBM, DeviceProfile
 
-__all__ = ["RunTimes", "StepClock", "StepTimes"]
+__all__ = ["RunTimes", "StepClock", "StepTimes", "resource_us"]
 
 WRITE, MISSES, HITS, ATTEND, INSTALL, SAVE = range(6)
 KINDS = 6
 UNUSED = -1.0
 NOTHING = -1.0  # comes before a step
+
+
+def resource_us(service: tuple[float, float, float], nbytes: Any, pieces: Any) -> Any:
+    """Microseconds of one resource: its latency, and what pieces and bytes take."""
+    latency, piece, byte = service
+    return latency + pieces * piece + nbytes * byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,11 +232,6 @@ class StepClock:
         us, serve_us, exposed_us, link_us, now_us = out[:served].T
         return RunTimes(us, serve_us, exposed_us, link_us, now_us, np.zeros(served))
 
-    def share(self, resource: int, nbytes: float, pieces: float) -> float:
-        """Microseconds of one resource that an operation takes."""
-        latency, piece, byte = self._service[resource]
-        return latency + pieces * piece + nbytes * byte
-
     def _price(
         self,
         rows: NDArray[np.float64],
@@ -250,8 +251,7 @@ class StepClock:
             shares[:, :, :, kind, resource] = us.reshape(count, -1, 1)
 
         def us(resource: int, nbytes: NDArray[np.float64], pieces: NDArray[np.float64]) -> Any:
-            latency, piece, byte = self._service[resource]
-            return latency + pieces * piece + nbytes * byte
+            return resource_us(self._service[resource], nbytes, pieces)
 
         # As the engine counts: a row in device memory is read and written.
         put(WRITE, HBM, us(HBM, 2 * tokens * size, tokens * lanes))

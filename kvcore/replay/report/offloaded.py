@@ -8,10 +8,10 @@ from typing import Any
 
 from kvcore import __version__
 from kvcore.replay.clock.capacity import decode_bytes
-from kvcore.replay.clock.prefill_time import PREFILL, by_figures
+from kvcore.replay.clock.prefill_time import by_figures
 from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.metrics.latency import SHARES, Latencies
-from kvcore.replay.models.profile import ModelProfile
+from kvcore.replay.models.profile import PREFILL, ModelProfile
 from kvcore.replay.options import (
     PREFILL_SOURCE,
     PREFILL_TOKENS_PER_S,

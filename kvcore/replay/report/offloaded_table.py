@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcore.replay.clock.prefill_time import PREFILL, by_figures
-from kvcore.replay.models.profile import STEP
+from kvcore.replay.clock.prefill_time import by_figures
+from kvcore.replay.models.profile import PREFILL, STEP
 from kvcore.replay.options import PREFILL_PROMPT_TOKENS, PREFILL_TOKENS_PER_S
 from kvcore.replay.serving.fit import HOST_BLOCKS, HOST_GIB, host_blocks_of
 from kvcore.replay.serving.interval import FEWEST

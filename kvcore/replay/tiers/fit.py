@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from kvcore.errors import fail
 from kvcore.offload.checks import check_integer
 from kvcore.replay.clock.capacity import decode_bytes
-from kvcore.replay.clock.prefill_time import PREFILL, by_figures
+from kvcore.replay.clock.prefill_time import by_figures
 from kvcore.replay.deployments.deployment import Deployment
-from kvcore.replay.models.profile import STEP, ModelProfile
+from kvcore.replay.models.profile import PREFILL, STEP, ModelProfile
 from kvcore.replay.options import PREFILL_TOKENS_PER_S, OffloadOptions
 from kvcore.replay.tiers.lower import LowerTier
 from kvcore.replay.tiers.spec import TierSpec, parse_tiers
