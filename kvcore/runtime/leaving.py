@@ -53,6 +53,8 @@ class Life:
         self._entered = False
         # Settled when the device is closed; by which thread, and what that raised.
         self._over = promise(None)
+        # Taken by the one thread that sees the device to its end in the background.
+        self._closing = threading.Lock()
         self._closer: threading.Thread | None = None
         self._end_error: BaseException | None = None
         #: What went wrong when things were given back.
@@ -132,11 +134,18 @@ class Life:
         try:
             closer.start()
         except (RuntimeError, MemoryError):
-            self._end(marks)
-        else:
-            self._closer = closer
+            if self._closing.acquire(blocking=False):
+                try:
+                    self._end(marks)
+                except BaseException:
+                    self._closing.release()
+                    raise
 
     def _end_on_thread(self, marks: Sequence[Mark]) -> None:
+        # Ctrl-C may interrupt the start of a thread that runs nevertheless; then there is a second.
+        if not self._closing.acquire(blocking=False):
+            return
+        self._closer = threading.current_thread()
         try:
             self._end(marks)
         except BaseException as error:

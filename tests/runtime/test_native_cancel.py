@@ -440,8 +440,7 @@ run({
     "trio": lambda: trio.run(body, trio.sleep),
     "plain": plain,
 }[how])
-left = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvcore")]
-print(left, kept[0].freed, kept[0].device.memory().used, flush=True)
+print(left(), kept[0].freed, kept[0].device.memory().used, flush=True)
 """
 
 
@@ -470,6 +469,45 @@ async def test_what_ends_the_leaving_at_once(clock: str, kind: type[BaseExceptio
         kept[1].let_go()
         join_workers()
         assert kept[0].freed
+
+
+@pytest.mark.parametrize("runs", [True, False])
+async def test_ctrl_c_interrupts_the_start_of_the_closing_thread(
+    clock: str, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread may run nevertheless: it, or the next one, ends the device, and only one does."""
+    start = threading.Thread.start
+    starts = closings = 0
+
+    def interrupted(thread: threading.Thread) -> None:
+        nonlocal starts
+        if thread.name == "kvcore-closer":
+            starts += 1
+            if starts == 1:
+                if runs:
+                    start(thread)
+                raise KeyboardInterrupt
+        start(thread)
+
+    def close() -> list[Any]:
+        nonlocal closings
+        closings += 1
+        return closed()
+
+    dev = device(clock)
+    closed = dev.driver.close
+    monkeypatch.setattr(dev.driver, "close", close)
+    with pytest.raises(KeyboardInterrupt):
+        async with dev:
+            buffer, running = dev.empty(10), Running(dev.stream())
+            running.entered.wait(50)
+            monkeypatch.setattr(threading.Thread, "start", interrupted)
+    assert runs or starts == 2
+    running.let_go()
+    join_workers()
+    assert closings == 1
+    assert buffer.freed
+    assert (dev.memory().used, dev.memory().frees) == (0, 1)
 
 
 @pytest.mark.parametrize("inside", ["block", "leaving"])

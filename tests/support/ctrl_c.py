@@ -3,6 +3,7 @@
 
 A program begins with `HEAD`.  It calls ``hold()`` where an operation runs, which prints "running",
 waits for a line of input and prints "over"; each signal that reaches a handler prints "signal".
+At its end ``left()`` names the threads of a device that still run.
 """
 
 from __future__ import annotations
@@ -41,8 +42,16 @@ def run(main):
         install(signal.SIGINT, signal.SIG_IGN)
         os.write(1, b"interrupted\\n")
     for thread in threading.enumerate():
-        if thread.name.startswith("kvcore"):
+        # (Ctrl-C may interrupt the start of a thread, which runs later or never)
+        if thread.name.startswith("kvcore") and thread._started.wait(50):
             thread.join(50)
+
+def left():
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith("kvcore") and thread.is_alive()
+    ]
 """
 
 
