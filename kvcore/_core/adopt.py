@@ -20,7 +20,7 @@ import numpy as np
 
 from kvcore import dtypes
 from kvcore._core import dlpack
-from kvcore._core.torch_storage import is_too_small
+from kvcore._core.torch_questions import is_too_small
 from kvcore.errors import KVCoreError, ParamInvalidError, ParamNullError, fail
 
 __all__ = [

@@ -16,7 +16,7 @@ import sys
 import numpy
 
 from kvcore import dtypes
-from kvcore._core import adopt, dlpack, torch_storage
+from kvcore._core import adopt, dlpack, torch_questions
 from kvcore._core.dlpack cimport kv_dl_exchange, kv_dl_tensor, kv_dl_type, kv_peek
 
 cdef extern from "../_core/ndarray.h":
@@ -63,11 +63,14 @@ cdef bint torch_is_known = False
 cdef int dl_rows[16][4]  # row of dtypes.TABLE plus one, by DLPack code and log2(bits / 8)
 
 
-# How libtorch is asked about a tensor's storage; NULL: in Python. See torch_storage.py.
+# How libtorch is asked about a tensor; NULL: in Python. See torch_questions.py.
 ctypedef int (*storage_question)(void* tensor, int64_t* answer) noexcept
+ctypedef unsigned char (*flag_question)(const void* tensor) noexcept
 cdef Py_ssize_t tensor_at = 0
 cdef storage_question storage_bytes_of = NULL
 cdef storage_question storage_offset_of = NULL
+cdef flag_question is_negative = NULL  # of the C++ tensor
+cdef flag_question requires_grad = NULL  # of its implementation
 
 
 cdef bint finish(View* view) noexcept:
@@ -228,17 +231,19 @@ cdef bint learn_exchange(type kind) except -1:
     n_tables += 1
     if is_torch:
         torch_is_known = True
-        learn_storage()
+        learn_questions()
     return True
 
 
-cdef int learn_storage() except -1:
-    global tensor_at, storage_bytes_of, storage_offset_of
-    found = torch_storage.questions()
+cdef int learn_questions() except -1:
+    global tensor_at, storage_bytes_of, storage_offset_of, is_negative, requires_grad
+    found = torch_questions.questions()
     if found is not None:
         tensor_at = found.tensor_at
         storage_bytes_of = <storage_question><void*><size_t>found.storage_bytes
         storage_offset_of = <storage_question><void*><size_t>found.storage_offset
+        is_negative = <flag_question><void*><size_t>found.is_negative
+        requires_grad = <flag_question><void*><size_t>found.requires_grad
     return 0
 
 
@@ -251,6 +256,14 @@ cdef bint is_stored(PyObject* obj, const View* view) noexcept:
     if storage_bytes_of(tensor, &size) != 0 or storage_offset_of(tensor, &start) != 0:
         return False
     return not kv_mul(start, view.itemsize, &start) and view.high <= size - start
+
+
+cdef bint is_flagged(object obj) except -1:
+    """Whether a torch tensor wants a gradient, or stands for the negative of its memory."""
+    cdef void** tensor = <void**>(<char*><PyObject*>obj + tensor_at)
+    if is_negative == NULL:
+        return obj.requires_grad or obj.is_neg()
+    return requires_grad(tensor[0]) or is_negative(tensor)
 
 
 cdef int dl_dtype(const kv_dl_type* kind) noexcept:
@@ -306,8 +319,8 @@ cdef int row_of(PyObject* kind) noexcept:
 cdef int check_tensor(object obj, str name) except -1:
     """Raise for a tensor whose memory does not mean what it seems to; 1 for a tensor, else 0.
 
-    Under a torch function mode this runs Python code, so a call asks it of all its arrays before
-    it reads the first.
+    Where libtorch is not asked in C this runs the code of a torch function mode, so a call asks it
+    of all its arrays before it reads the first.
     """
     cdef type kind = type(obj)
     cdef int row
@@ -320,9 +333,9 @@ cdef int check_tensor(object obj, str name) except -1:
         row = row_of(<PyObject*>kind)
     if row < 0 or not table_is_torch[row]:
         return 0
-    if obj.requires_grad or obj.is_neg():
+    if is_flagged(obj):
         adopt.read(obj, name)
-    elif storage_bytes_of == NULL and torch_storage.is_too_small(obj) is not None:
+    elif storage_bytes_of == NULL and torch_questions.is_too_small(obj) is not None:
         adopt.read(obj, name)
     return 1
 

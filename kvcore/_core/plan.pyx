@@ -77,6 +77,8 @@ cdef object NDARRAY = numpy.ndarray
 cdef object INT64 = numpy.dtype(numpy.int64)
 cdef object ACCESS = overlap.Access
 cdef object SOC_VAR = _soc.CURRENT
+cdef object SOC = _soc.SoC
+cdef dict SOCS = _soc.PROFILES
 cdef object BACKEND_VAR = settings.BACKEND
 cdef int usable_cores = _threads.usable_cores()
 cdef int64_t MAX_SCRATCH = <int64_t>1 << 59
@@ -593,17 +595,20 @@ cdef class Operator:
         self.make_views(plan)
         if environment:
             _isa.require()
-        if soc is not None:
-            soc = _soc.resolve(soc)
-        else:
+        if soc is None:
             soc = context_value(SOC_VAR)
             if soc is None and environment:
                 soc = _soc.from_environment()
+        elif type(soc) is str and soc in SOCS:
+            soc = SOCS[soc]
+        elif type(soc) is not SOC:
+            soc = _soc.resolve(soc)
         if num_threads is not None:
             plan.num_threads = _threads.check(num_threads)
         elif environment:
             plan.num_threads = _threads.default_threads()
-        rules = (params, soc)
+        # (the hash of a name is made once, that of a SoC in each call)
+        rules = (params, soc.name if type(soc) is SOC else soc)
         try:
             known = self.specs.get(rules)
         except MemoryError:

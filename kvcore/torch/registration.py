@@ -146,6 +146,9 @@ def _define(library: torch.library.Library, schema: str, kernel: Kernel, shapes:
     library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
     for key in KEYS:
         library.impl(name, kernel, key)
+    # The kernels refuse tensors that want a gradient; torch's own kernel, which looks for them
+    # among the arguments too, is passed over.
+    library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     library.impl(name, partial(_refuse_nested, Arguments(schema)), "AutogradNestedTensor")
 
     # torch calls a shape function for the fake tensors of a trace, and also for a call made by

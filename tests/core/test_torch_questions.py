@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors whose storage was made smaller than they are: refused, in one call as by a plan."""
+"""Tensors whose storage was made smaller than they are, that want a gradient, or are negative.
+
+All are refused, in one call as by a plan, by what libtorch says in C and by what it says in Python.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 import kvcore
-from kvcore._core import torch_storage
+from kvcore._core import torch_questions
 from tensors import WITHOUT_TORCH
 
 torch = pytest.importorskip("torch", reason=WITHOUT_TORCH)
@@ -85,33 +88,63 @@ def test_tensors_without_elements_need_no_storage() -> None:
 
 def test_how_libtorch_is_asked() -> None:
     """Here it answers; where it does not, Python does, and no call goes unasked."""
-    assert torch_storage.questions() is not None
+    found = torch_questions.questions()
+    assert found is not None
+    assert all(found)
     tensor = torch.zeros(4)[1:]
-    assert torch_storage.is_too_small(tensor) is None
+    assert torch_questions.is_too_small(tensor) is None
     tensor.untyped_storage().resize_(12)
-    assert torch_storage.is_too_small(tensor) == (12, 16)
-    assert torch_storage.is_too_small(tensor[:2]) is None
-    assert torch_storage.is_too_small(tensor[:0]) is None
+    assert torch_questions.is_too_small(tensor) == (12, 16)
+    assert torch_questions.is_too_small(tensor[:2]) is None
+    assert torch_questions.is_too_small(tensor[:0]) is None
 
 
 ASKED_IN_PYTHON = """
+import sys
 import torch, kvcore
-from kvcore._core import torch_storage
-torch_storage.questions = lambda: None
-key, cache, slots = torch.ones(1, 1, 16), torch.zeros(2, 4, 1, 16), torch.tensor([5])
-kvcore.scatter_pa_kv_cache(key, cache, slots)
+from kvcore._core import torch_questions
+found = torch_questions.questions()
+torch_questions.questions = {
+    "nothing": lambda: None,
+    "storages": lambda: torch_questions.Questions(*found[:3]),
+    "all": lambda: found,
+}[sys.argv[1]]
+given = {
+    "key": torch.ones(1, 1, 16), "key_cache": torch.zeros(2, 4, 1, 16),
+    "slot_mapping": torch.tensor([5]),
+}
+kvcore.scatter_pa_kv_cache(**given)
+cache = given["key_cache"]
 assert cache[1, 1].eq(1).all()
+negative = torch.zeros(1, 1, 16, dtype=torch.complex64).conj().imag
+view = torch.ones(1, 1, 16, requires_grad=True)[:]
+for other in (
+    {"key": torch.ones(1, 1, 16, requires_grad=True)}, {"key": view}, {"key": negative},
+    {"key_cache": torch.zeros(2, 4, 1, 16, requires_grad=True)}, {"key": view.detach()},
+):
+    try:
+        kvcore.scatter_pa_kv_cache(**given | other)
+    except kvcore.ParamInvalidError as error:
+        print(error.argument)
 cache.untyped_storage().resize_(cache.nbytes - 1)
 try:
-    kvcore.scatter_pa_kv_cache(key, cache, slots)
+    kvcore.scatter_pa_kv_cache(**given)
 except kvcore.ParamInvalidError as error:
     print(error)
 """
 
 
-def test_a_libtorch_that_does_not_answer() -> None:
+@pytest.mark.parametrize("answers", ["nothing", "storages", "all"])
+def test_a_libtorch_that_does_not_answer(answers: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", ASKED_IN_PYTHON], capture_output=True, text=True, check=False
-    )
-    said = "key_cache: expected a storage of at least 512 bytes, which the tensor spans, got 511"
-    assert (done.stdout.strip(), done.returncode) == (said, 0), done.stderr
+        [sys.executable, "-c", ASKED_IN_PYTHON, answers],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "key",
+        "key",
+        "key",
+        "key_cache",
+        "key_cache: expected a storage of at least 512 bytes, which the tensor spans, got 511",
+    ], done.stderr
+    assert done.returncode == 0
