@@ -406,8 +406,8 @@ class CommandOptions:
         "where a sweep keeps its reports, and finds those it has", metavar="DIR",
     )  # fmt: skip
     jobs: int | None = option(
-        None, "several runs", "processes of a sweep", kind="integer", low=1, high=1024,
-        said="cores",
+        None, "several runs", "processes of a sweep, or of one long run (at most 2)",
+        kind="integer", low=1, high=1024, said="cores",
     )  # fmt: skip
     ray: str | None = option(
         None, "several runs", "run the sweep on this Ray cluster instead", metavar="ADDRESS"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker processes of a sweep.
+"""The worker processes of a sweep, and of one run.
 
 Each runs one point at a time and sends its report through a pipe.  A worker that is killed is
 reported with the point it ran, and not as a point that failed.  Workers end with the process
@@ -40,10 +40,14 @@ class Workers(Generic[P]):
 
     function: called with a point and ``shared``; a function of a module, which a new process finds
               by its name.
+    what:     how errors name the whole.
     """
 
-    def __init__(self, function: Callable[..., Report], count: int, *shared: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Report], count: int, *shared: Any, what: str = "sweep"
+    ) -> None:
         self._function, self._count, self._shared = function, count, shared
+        self._what = what
         self._idle: list[_Worker] = []
         self._busy: dict[_Worker, P] = {}
         # Spawned, not forked: the process may have threads of its own.
@@ -110,7 +114,9 @@ class Workers(Generic[P]):
         except OSError as error:
             ours.close()
             raise KVCoreError(
-                f"sweep: expected a new process, got {error}", argument="sweep", seen=str(error)
+                f"{self._what}: expected a new process, got {error}",
+                argument=self._what,
+                seen=str(error),
             ) from error
         finally:
             its.close()
@@ -122,10 +128,11 @@ class Workers(Generic[P]):
         ended = f"exit status {code}"
         with suppress(ValueError):
             ended = signal.Signals(-code).name
+        kept = "; reports that were written stay" if self._what == "sweep" else ""
         return KVCoreError(
-            f"sweep: expected the process of {point.name} to report, got one that ended"
-            f" ({ended}); reports that were written stay",
-            argument="sweep",
+            f"{self._what}: expected the process of {point.name} to report, got one that ended"
+            f" ({ended}){kept}",
+            argument=self._what,
             seen=ended,
             expected="a report",
         )
@@ -165,7 +172,7 @@ def _work(pipe: Any, function: Callable[..., Report], shared: Sequence[Any]) -> 
         except OSError:
             return
         except Exception as error:  # an exception that cannot be pickled
-            pipe.send((None, KVCoreError(f"sweep: {point.name}: {error!r}"), answer[2]))
+            pipe.send((None, KVCoreError(f"{point.name}: {error!r}"), answer[2]))
 
 
 def _end_with_the_parent() -> None:

@@ -315,6 +315,8 @@ def judge(mutant: Mutant, tree: Path, python: str, patience: int = PATIENCE) -> 
             "no:cacheprovider",
             "-o",
             f"timeout={patience // 8}",
+            "-o",
+            "timeout_method=thread",  # the other one waits for compiled code to return
         ]
         try:
             done = subprocess.run(

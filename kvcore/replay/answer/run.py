@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcore.replay.answer.answer import Answer, answer_of, step_error
 from kvcore.replay.answer.baseline import Baseline, baseline_options, run_baseline, why_none
+from kvcore.replay.answer.beside import Beside, pays
 from kvcore.replay.answer.rate import RateSearch, Search, own_rate
 from kvcore.replay.answer.searched import answer_of_search
 from kvcore.replay.report.identity import file_hash, settled, trace_hash
@@ -74,17 +76,30 @@ def serve(
     *,
     stop: Stop = _never,
     progress: Shown | None = None,
+    jobs: int = 1,
 ) -> Served:
     """Serve a trace as the options say, and its baseline; search for a rate where they say so.
 
+    jobs: processes to use, this one among them: a second one serves half of a long sample, and
+          the baseline.  The program that asks for it must be one that can be imported
+          (multiprocessing's "spawn").  Figures do not change, but for which rows are verified.
     Raises ParamInvalidError for what cannot be served, before any work; DeviceOutOfMemoryError
     for caches that do not fit this machine.
     """
     if options.search is not None:
         return _search(requests, model, options, stop, progress)
-    replay = OffloadReplay(requests, model, options)
-    report = replay.run(stop=stop, progress=progress)
-    answer = finish(report, requests, model, stop=stop, progress=progress)
+    with ExitStack() as stack:
+        beside = None
+        if jobs > 1 and pays(requests, options):
+            beside = stack.enter_context(Beside(requests, model, options))
+            serving = OffloadedSampled(model, options, part=(0, 2), elsewhere=beside)
+            replay = OffloadReplay.served_by(requests, serving)
+            stack.callback(replay.close)
+            beside.start()
+        else:
+            replay = OffloadReplay(requests, model, options)
+        report = replay.run(stop=stop, progress=progress)
+        answer = finish(report, requests, model, stop=stop, progress=progress, beside=beside)
     return Served(replay, report, answer, requests)
 
 
@@ -102,13 +117,17 @@ def finish(
     *,
     stop: Stop = _never,
     progress: Shown | None = None,
+    beside: Beside | None = None,
 ) -> Answer:
     """Serve the baseline of a run that has ended, and hold them against each other.
 
     model: that the run was made with; None: what the report says of it.
+    beside: the process that serves it; None: this one.
     """
     if report.interrupted:
         return answer_of(report, requests, Baseline(None, "it was interrupted"))
+    if beside is not None:
+        return answer_of(report, requests, beside.baseline(stop))
     shown = _labelled(progress, "baseline")
     baseline = run_baseline(
         requests, model or report.deployment, report.options, stop=stop, progress=shown

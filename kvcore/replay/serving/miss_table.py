@@ -51,9 +51,14 @@ class MissTable:
         seen[0] += wanted
         seen[1:] += rows
 
+    @property
+    def learned(self) -> dict[int, dict[int, NDArray[np.float64]]]:
+        """By request and class: wanted rows, hits, misses and recent rows."""
+        return self._own
+
     def settle(self) -> None:
-        """Sum up what was learned."""
-        for own in self._own.values():
+        """Sum up what was learned, in an order that does not hang on who was served first."""
+        for _, own in sorted(self._own.items()):
             for place, seen in own.items():
                 self.totals[place] += seen
         known = np.flatnonzero(self.totals[:, 0])

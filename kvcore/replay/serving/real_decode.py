@@ -93,6 +93,7 @@ class RealDecode:
     ids:    which generator makes the ids; None: the default one.
     groups_of: the numbers under which a request asks for the ids of the groups, where they are
             not those of ``groups``.
+    served_samples: served rows to verify; None: half of ``verify_samples``.
     Raises DeviceOutOfMemoryError for caches that do not fit this machine.
     """
 
@@ -110,6 +111,7 @@ class RealDecode:
         max_tokens: int,
         timed: bool,
         ids: MadeIds | RecordedIds | None = None,
+        served_samples: int | None = None,
     ) -> None:
         self._model, self._options, self._timed = model, options, timed
         self._groups = tuple(groups)  # numbers of the groups as the model counts them
@@ -129,7 +131,9 @@ class RealDecode:
         self._queries: dict[int, int] = {}
         self.verified: int = 0
         self.mismatches: list[Mismatch] = []
-        self._served_budget = options.verify_samples // 2
+        self._served_budget = (
+            options.verify_samples // 2 if served_samples is None else served_samples
+        )
         shape = (blocks, options.block_size)
         self.full: dict[int, tuple[Any, ...]] = {
             layer: tuple(self.device.empty_swapped((*shape, n), "uint8") for n in self._lane_bytes)

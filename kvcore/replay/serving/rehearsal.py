@@ -5,6 +5,9 @@ What a request misses depends on its own ids and on nobody else: its pools are i
 sample is served first, a few requests at a time and without a clock, each from its prompt to its
 end; the replay then knows from its first step on what everybody misses.  Were the sample served
 when its requests' turn comes, the first steps would have nothing to go by.
+
+For the same reason the sample may be served in parts, each in a process of its own: together they
+learn what one would.
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.replay.models.profile import ModelProfile
 from kvcore.replay.options import OffloadOptions
+from kvcore.replay.report.report import Mismatch
 from kvcore.replay.serving.decoding import Decoding
 from kvcore.replay.serving.miss_table import MissTable
 from kvcore.replay.serving.real_decode import RealDecode
@@ -30,7 +35,7 @@ from kvcore.replay.traces.reader import TraceRequest
 from kvcore.replay.traces.recorded_ids import RecordedIds
 from kvcore.runtime.profile import DeviceProfile
 
-__all__ = ["Rehearsal", "most_bytes"]
+__all__ = ["Elsewhere", "Learned", "Rehearsal", "most_bytes"]
 
 PLACES = 4
 #: Blocks for all of them together, by those of the longest request.
@@ -46,6 +51,28 @@ class _Served:
     table: NDArray[np.int64]
     groups: GroupSample
     steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a part of the sample taught: `MissTable.learned`, the rows it moved and verified.
+
+    recorded, made: selections that were read, and that were made.
+    """
+
+    shares: dict[int, dict[int, NDArray[np.float64]]]
+    rows: int
+    verified: int
+    mismatches: list[Mismatch]
+    recorded: int
+    made: int
+
+
+class Elsewhere(Protocol):
+    """Where the other part of the sample is served."""
+
+    def learned(self) -> Learned | None:
+        """What it taught; None when it has not ended after a short wait."""
 
 
 def most_bytes(model: ModelProfile, options: OffloadOptions, pool: int, longest: int) -> int:
@@ -67,6 +94,8 @@ class Rehearsal:
     real:  caches and engine, closed with the last request or by `close`.
     rows:  rows moved so far.
     ids:   which generator makes the ids; None: the default one.
+    part:  (number, of how many): each so many-th request of the sample from that one on.
+    elsewhere: where the other part is served, of two.
     Raises DeviceOutOfMemoryError for caches that do not fit this machine.
     """
 
@@ -78,10 +107,20 @@ class Rehearsal:
         pool: int,
         requests: Sequence[TraceRequest],
         ids: MadeIds | RecordedIds | None = None,
+        *,
+        part: tuple[int, int] = (0, 1),
+        elsewhere: Elsewhere | None = None,
     ) -> None:
-        self._model, self._options = model, options
-        sample = draw_requests(requests, options)
-        self.size: int = len(sample)
+        self._model, self._options, self._elsewhere = model, options, elsewhere
+        whole = draw_requests(requests, options)
+        number, parts = part
+        sample = whole[number::parts]
+        # Request number i of n takes its share of the samples, so that they come out even.
+        half = options.verify_samples // 2
+        self._samples = {
+            request.index: half * (i + 1) // len(whole) - half * i // len(whole)
+            for i, request in enumerate(whole)
+        }
         self.rows: int = 0
         self.table: MissTable = MissTable()
         self._sizes = [len(group) for group in model.groups]
@@ -93,8 +132,6 @@ class Rehearsal:
         places = min(PLACES, len(sample))
         self._free = list(range(places))
         self._running: list[_Served] = []
-        self._finished = 0
-        self._draw = np.random.default_rng([0x7666, options.seed])
         self._closed = False
         self.real: RealDecode = RealDecode(
             model, options, profile, pool,
@@ -105,6 +142,7 @@ class Rehearsal:
             max_tokens=longest + 1,
             timed=False,
             ids=ids,
+            served_samples=half * (number + 1) // parts - half * number // parts,
         )  # fmt: skip
 
     def step(self) -> bool:
@@ -121,9 +159,31 @@ class Rehearsal:
             self._decode()
             self._leave_ended()
         if not self._running and not self._waiting:
+            if self._elsewhere is not None:
+                other = self._elsewhere.learned()
+                if other is None:
+                    return True
+                self._add(other)
             self.table.settle()
             self.close()
         return True
+
+    @property
+    def learned(self) -> Learned:
+        """What it taught so far."""
+        real = self.real
+        return Learned(
+            self.table.learned, self.rows, real.verified, real.mismatches, real.rows.recorded,
+            real.rows.made,
+        )  # fmt: skip
+
+    def _add(self, other: Learned) -> None:
+        self.table.learned.update(other.shares)
+        self.rows += other.rows
+        self.real.verified += other.verified
+        self.real.mismatches += other.mismatches
+        self.real.rows.recorded += other.recorded
+        self.real.rows.made += other.made
 
     def close(self) -> None:
         """Give memory and threads back."""
@@ -189,10 +249,7 @@ class Rehearsal:
 
     def _verify(self, served: _Served) -> None:
         """Compare the request's share of the samples on the host with what they must be."""
-        samples = self._options.verify_samples // 2
-        before, after = (
-            samples * done // self.size for done in (self._finished, self._finished + 1)
-        )
-        self._finished += 1
-        positions = sample_positions(self._draw, served.running, after - before)
-        self.real.verify(served.running.request, served.table, positions, self._draw)
+        request = served.running.request
+        draw = np.random.default_rng([0x7666, self._options.seed, request.index])
+        positions = sample_positions(draw, served.running, self._samples[request.index])
+        self.real.verify(request, served.table, positions, draw)

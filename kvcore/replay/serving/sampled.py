@@ -23,7 +23,7 @@ from kvcore.replay.serving.interval import Interval, Usage, interval_of
 from kvcore.replay.serving.miss_table import classes_of
 from kvcore.replay.serving.offloaded import StepLoad
 from kvcore.replay.serving.real_decode import RealDecode
-from kvcore.replay.serving.rehearsal import Rehearsal
+from kvcore.replay.serving.rehearsal import Elsewhere, Rehearsal
 from kvcore.replay.serving.scheduler import Running
 from kvcore.replay.traces.reader import TraceRequest
 
@@ -39,6 +39,7 @@ class OffloadedSampled(Accounted):
 
     rehearsal: of the same requests and options but for their arrivals, served to its end by
                another replay; None: the sample is served by this one.
+    part, elsewhere: as `Rehearsal` has them.
     """
 
     how = "sampled"
@@ -49,16 +50,18 @@ class OffloadedSampled(Accounted):
         options: OffloadOptions,
         *,
         rehearsal: Rehearsal | None = None,
+        part: tuple[int, int] = (0, 1),
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         super().__init__(model, options)
         self._usage = Usage()
-        self._served = rehearsal
+        self._served, self._part, self._elsewhere = rehearsal, part, elsewhere
 
     def _take(self, requests: Sequence[TraceRequest]) -> None:
         self._requests = len(requests)
         self.rehearsal: Rehearsal = self._served or Rehearsal(
             self.model, self.options, self.profile, self.pool_entries, requests,
-            self.ids,
+            self.ids, part=self._part, elsewhere=self._elsewhere,
         )  # fmt: skip
         self.real: RealDecode = self.rehearsal.real
         self.totals.real_rows = self.rehearsal.rows

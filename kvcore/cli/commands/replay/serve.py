@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -233,7 +234,10 @@ def run_offload(
         if why:
             fail("--expect", "a run with a baseline to decide by", why)
     with Interrupt() as interrupt, progress_of(namespace.progress) as progress:
-        served = serve(requests, model, options, stop=interrupt.is_set, progress=progress)
+        jobs = namespace.jobs or os.cpu_count() or 1
+        served = serve(
+            requests, model, options, stop=interrupt.is_set, progress=progress, jobs=jobs
+        )
     answer, report = served.answer, served.report
     figures = {"trace": source, "seed": namespace.seed, **served.figures()}
     _write(namespace, source, report, figures, answer)
