@@ -100,13 +100,15 @@ def _cpu() -> dict[str, Any]:
 
 def info() -> dict[str, Any]:
     """A nested dict: version, cpu, threads, soc, backends (None: usable, else why not), details
-    (of backends that have any: libraries looked for, device, operators), dtypes, packages.
+    (of backends that have any: libraries looked for, device, operators), dtypes, packages, emulator
+    (what there is of the emulated machine for torch_npu; "usable" is None, or why it is not).
 
     Takes milliseconds; it asks each backend whether it can run here.
     A setting that the environment gives a value it cannot have is the sentence that says so;
     unusable_settings lists all of these.
     """
     import kvcore
+    from kvcore.emulator import installed
 
     return {
         "version": kvcore.__version__,
@@ -135,4 +137,5 @@ def info() -> dict[str, Any]:
             "numpy": np.__version__,
             **{name: _version(name) for name in ("ml_dtypes", "en_dtypes", "anyio", "torch")},
         },
+        "emulator": installed.facts(),
     }

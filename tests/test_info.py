@@ -34,6 +34,8 @@ def test_what_it_says() -> None:
     assert said["dtypes"]["float16"] == "numpy"
     assert "ml_dtypes" in said["dtypes"]["bfloat16"]
     assert "pack_float4" in said["dtypes"]["float4_e2m1"]
+    assert said["emulator"]["socs"] == ["A2", "A3", "950"]
+    assert said["emulator"]["torch"] == said["packages"]["torch"]
 
 
 def test_it_is_plain_data() -> None:

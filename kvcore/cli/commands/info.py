@@ -36,11 +36,10 @@ def register(subparsers: Subparsers[Parser]) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Print ``kvcore.info()``, and what there is of the emulated machine."""
+    """Print ``kvcore.info()``."""
     import kvcore
-    from kvcore.emulator import installed
 
-    facts: dict[str, Any] = kvcore.info() | {"emulator": installed.facts()}
+    facts: dict[str, Any] = kvcore.info()
     if namespace.json:
         say(json.dumps(facts, indent=2, default=str), lines=True)
         return status.OK
