@@ -35,18 +35,18 @@ cdef class Plan:
     cdef readonly object backend       # None: this library's own kernels
     cdef object prepared
     cdef list keep
-    cdef list owners                   # what owners of device memory said, by argument; or None
+    cdef list owners                   # what each argument's owner of device memory is, or None
     cdef View* views                   # of each argument; rank -1 until it is read
     cdef int num_threads               # 0: automatic
-    cdef int most_threads              # what a run may use; 0: not asked yet
+    cdef int most_threads              # how many a run may use; 0: not looked up yet
     cdef int state                     # IDLE, BUSY or LENT
     cdef unsigned long runner          # the thread that a run is in
-    cdef bint opaque                   # an array says by its own code only what it is
-    cdef bint asks                     # the same, or of which unchanged() cannot see everything
+    cdef bint opaque                   # only an array's own Python code says what it is
+    cdef bint asks                     # the same, or unchanged() cannot see all of some array
     cdef bint unproven                 # Python code may have run since the views were read
     cdef dict numbers                  # private copies of the arrays in spec.noted
     cdef object result                 # what a run returns, made before the last look
-    cdef bint beyond                   # a reach leaves its view: its memory is looked up
+    cdef bint beyond                   # a reach goes past its view: its owner is asked for bounds
     cdef int64_t* scratch              # private copies of index arrays
     cdef int64_t scratch_size
     cdef int order                     # of the last slots: DISTINCT, REPEATED or 0, not known
@@ -55,7 +55,7 @@ cdef class Plan:
     cdef int64_t copied_bytes
     cdef int64_t copied_pieces
     cdef readonly object last          # not None once a run came to its end: touched() is exact
-    cdef readonly object extra         # where the operator puts what a call asked for besides
+    cdef readonly object extra         # what else a call asked for, set by the operator
 
     cdef int64_t* reserve(self, int64_t count) except NULL
     cdef int settle_threads(self) except -1

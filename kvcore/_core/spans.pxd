@@ -8,11 +8,11 @@ ctypedef struct span:
 cdef class Spans:
     cdef span* data
     cdef int64_t n
-    cdef bint ascending   # and apart
+    cdef bint ascending   # the ranges ascend and none overlaps another
 
     cdef object ranges(self)
 
-    # The caller made room.
+    # The caller has asked spans_for for enough room.
     cdef inline void add(self, int64_t start, int64_t nbytes) noexcept:
         cdef span* last = self.data + self.n - 1
         if self.n > 0:

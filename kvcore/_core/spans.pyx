@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Byte ranges [start, end) of pieces in any order, merged.
+"""Byte ranges [start, end) of pieces that come in any order, merged.
 
-A race check asks every run for what it touched, so this must cost far less than the run: pieces
-are joined to the one before while they are written down, and sorted (by radix) only where they did
-not come in order.
+The race check asks for the bytes that each run touched, so this must cost far less than the run: a
+piece that begins where the one before it ends is joined to it at once, and the ranges are sorted
+(by radix) only where the pieces did not come in ascending order.
 """
 
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
@@ -15,8 +15,8 @@ import numpy
 from kvcore._core.arrays cimport data_of
 
 cdef enum:
-    INSERTION = 32        # so few are sorted by insertion
-    FEW = 2048            # so few by digits of 8 bits, more by digits of 11
+    INSERTION = 32        # up to so many ranges are sorted by insertion
+    FEW = 2048            # up to so many by digits of 8 bits, more by digits of 11
     DIGIT_VALUES = 2048
 
 cdef int64_t MAX_PIECES = <int64_t>1 << 58
@@ -25,13 +25,13 @@ cdef object INT64 = numpy.dtype(numpy.int64)
 
 
 cdef class Spans:
-    """See spans_for."""
+    """Ranges that are being collected; spans_for makes one with room for them."""
 
     def __dealloc__(self):
         PyMem_Free(self.data)
 
     cdef object ranges(self):
-        """int64 [n, 2]: ascending, those that touch or overlap merged."""
+        """The ranges as int64 [n, 2]: ascending, those that touch or overlap merged."""
         cdef int64_t i, count
         cdef int64_t* out
         if not self.ascending:
@@ -85,7 +85,7 @@ cdef int sort_spans(Spans spans) except -1:
 cdef bint radix_sort(
     span* data, span* spare, int64_t n, uint64_t low, uint64_t reach
 ) noexcept nogil:
-    """By start; whether what is sorted ended in spare."""
+    """Sort by start; returns whether the sorted ranges ended in spare instead of in data."""
     cdef int64_t[DIGIT_VALUES] places
     cdef int bits = 8 if n <= FEW else 11
     cdef int shift = 0
@@ -115,7 +115,7 @@ cdef bint radix_sort(
 
 
 cdef Spans spans_for(int64_t pieces, int64_t each):
-    """Room for pieces * each ranges."""
+    """An empty Spans with room for pieces * each ranges."""
     cdef Spans spans = Spans.__new__(Spans)
     if each > 0 and pieces > MAX_PIECES // each:
         raise MemoryError(f"{pieces} times {each} ranges do not fit memory")
@@ -127,7 +127,7 @@ cdef Spans spans_for(int64_t pieces, int64_t each):
 
 
 cdef object one_range(int64_t start, int64_t end):
-    """int64 [1, 2]."""
+    """One range as int64 [1, 2]."""
     cdef int64_t* out
     found = EMPTY((1, 2), INT64)
     out = <int64_t*>data_of(found)

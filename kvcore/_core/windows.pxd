@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t
 from kvcore._core.plan cimport Plan, Spec
 from kvcore._kernels.windows cimport window_lane, windows_job
 
-# What a run is going to do, in rows and tokens of one lane.
+# What one execution of the plan moves, counted in rows and tokens of one lane.
 ctypedef struct totals_t:
     int64_t rows     # written, means included
     int64_t tokens   # read
@@ -16,9 +16,9 @@ cdef class WindowsSpec(Spec):
     cdef int n_lanes
     cdef int slot_arg
     cdef int window_arg
-    cdef int offset_arg          # below 0: Alibi, which has none
+    cdef int offset_arg          # below 0: none is given, as the Alibi rule has no offsets
     cdef int length_arg
-    cdef int kind                # below 0: no means
+    cdef int kind                # below 0: no means are made
     cdef readonly int64_t batch
     cdef readonly int64_t num_heads
     cdef readonly int64_t num_tokens

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Spec of compression: ScatterPaKvCache scenarios 3, 4 and 5.
 
-A run's slot, window and offset and a batch's length are copied, checked and turned into what the
-kernel knows: tokens before the window, tokens after it, the window between them.  All rules (Alibi,
-Rope, Omni) have that form:
+A run is one head of one batch.  Its slot, window w and offset o, and its batch's length n, are
+copied, checked and turned into what the kernel takes: the tokens before the window, the window, and
+the tokens after it.  All rules have that form:
 
-    Alibi                  [nothing)  window dropped [0, n-w)   tokens [n-w, n)
-    Omni                   [0, o)     window dropped [o, o+w)   tokens [o+w, n)
-    Rope                   [0, o)     mean of [o, o+w)          tokens [o+w, n)
-    Rope, Omni at o == -1  [nothing)  window is empty           tokens [0, n)
+    rule                   tokens before  window                tokens after
+    Alibi                  none           [0, n-w) is dropped   [n-w, n)
+    Omni                   [0, o)         [o, o+w) is dropped   [o+w, n)
+    Rope                   [0, o)         [o, o+w): its mean    [o+w, n)
+    Rope, Omni at o == -1  none           empty                 [0, n)
 """
 
 from libc.stdint cimport INT64_MAX, int64_t
@@ -52,17 +53,19 @@ cdef int fill(window_lane* out, object lane, int64_t block_size) except -1:
 
 
 cdef class WindowsSpec(Spec):
-    """lanes: one or two lanes.WindowLane; kind: the kernel's number of the items' type, or -1;
-    longest: S where batches are padded, -1 where they lie end to end.
+    """What a compression of given shapes and types does at each run.
 
-    words(rule, index, seen, other) makes the error of a value.
+    lanes:      one or two lanes.WindowLane.
+    sizes:      batch, heads, tokens, block_size, slots, and longest: the length S that batches are
+                padded to, -1 where they lie end to end.
+    kind:       the item type's row in the kernel's table of means; -1: no means are made.
+    index_args: argument indices of slots, windows, offsets (-1: the rule has none) and lengths.
+    words:      words(rule, index, seen, other) returns the exception for a value that breaks a rule.
     """
 
     def __init__(
         self, outputs, lanes, dict sizes, int kind, index_args, words, warnings=(), soc=None,
     ):
-        # sizes: batch, heads, tokens, longest (-1: any), block_size, slots.  kind: row of the
-        # kernel's means; -1: none.  index_args: slots, windows, offsets (-1: none), lengths.
         Spec.__init__(self, outputs, warnings, soc)
         num_heads, num_tokens, block_size = sizes["heads"], sizes["tokens"], sizes["block_size"]
         self.n_lanes = 0
@@ -90,8 +93,8 @@ cdef class WindowsSpec(Spec):
         return self.num_tokens == 0 or self.token_bytes == 0
 
     cdef void point(self, Plan plan, windows_job* job) noexcept:
-        # plan.scratch: slots, heads, tails (one a run), lengths, starts (one a batch), then two
-        # numbers a run for the kernel's overlap test
+        # plan.scratch holds slots, heads and tails (one of each a run), lengths and starts (one of
+        # each a batch), then two numbers a run for the kernel's overlap test.
         cdef int64_t runs = self.batch * self.num_heads
         job.batch = self.batch
         job.num_heads = self.num_heads
@@ -103,7 +106,7 @@ cdef class WindowsSpec(Spec):
         pick_mean(job, self.kind)
 
     cdef int load(self, Plan plan, totals_t* totals) except -1:
-        """Copy the index arrays into plan.scratch, check them, and put them as the kernel wants."""
+        """Copy the index arrays into plan.scratch, check them, and convert them for the kernel."""
         cdef int64_t runs = self.batch * self.num_heads
         cdef int64_t* slots = plan.reserve(self.scratch_numbers())
         cdef int64_t* heads = slots + runs
@@ -227,7 +230,7 @@ cdef class WindowsSpec(Spec):
             plan.announce()
 
     cdef int64_t scratch_numbers(self) noexcept:
-        # What no memory holds is for Plan.reserve to refuse, so it must not wrap here.
+        # Plan.reserve refuses a size that no memory holds, so the product must not wrap here.
         cdef int64_t runs = self.batch * self.num_heads
         if runs > MAX_RUNS or self.batch > MAX_RUNS:
             return INT64_MAX
@@ -241,7 +244,7 @@ cdef class WindowsSpec(Spec):
         return self.num_tokens * int(self.token_bytes)
 
     cdef void last_run(self, Plan plan, windows_job* job) noexcept:
-        """What the last run did."""
+        """Fill job with the last run's lanes and with what it left in plan.scratch."""
         cdef int k
         memset(job, 0, sizeof(windows_job))
         self.point(plan, job)
@@ -277,8 +280,8 @@ cdef class WindowsSpec(Spec):
         return read, written
 
 
-# What a run i of a job did: tokens [0, front) and [tail, length) were read, and ``rows`` rows
-# written from its slot on.
+# What run i of a job did: it read the tokens [0, front) and the last ``rest`` tokens of its batch.
+# Where a mean was made, the window's tokens were read too and are part of the front.
 cdef inline int64_t front_of(const windows_job* job, int64_t i) noexcept:
     return job.heads[i] if job.add == NULL else job.tails[i]
 
@@ -296,7 +299,7 @@ cdef inline bint whole_rows(int64_t step, const window_lane* side) noexcept:
 
 
 cdef object tokens_of(const windows_job* job, const window_lane* side):
-    """Ranges of the tokens' rows that were read."""
+    """Byte ranges of the rows of tokens that were read."""
     cdef int64_t i, t, e, n, length, count = 0, runs = job.batch * job.num_heads
     cdef int64_t items = 1 if whole_rows(side.tok_step, side) else side.items
     cdef int64_t start, nbytes = side.items // items * side.item_bytes
@@ -326,7 +329,7 @@ cdef object tokens_of(const windows_job* job, const window_lane* side):
 
 
 cdef object rows_of(const windows_job* job, const window_lane* side):
-    """Ranges of the cache rows that were written."""
+    """Byte ranges of the cache rows that were written."""
     cdef int64_t i, r, e, count = 0, runs = job.batch * job.num_heads
     cdef int64_t items = 1 if whole_rows(side.page_step, side) else side.items
     cdef int64_t start, nbytes = side.items // items * side.item_bytes
@@ -346,7 +349,7 @@ cdef object rows_of(const windows_job* job, const window_lane* side):
 
 
 cdef object pieces_of(const windows_job* job, const window_lane* side):
-    """Contiguous pieces that were written, neighbours joined as the kernel does."""
+    """The number of contiguous pieces written; neighbours that the kernel joins count as one."""
     cdef int64_t i, copied = 0, runs = 0, means = 0
     cdef int64_t row_bytes = side.items * side.item_bytes
     for i in range(job.batch * job.num_heads):
@@ -363,7 +366,7 @@ cdef object pieces_of(const windows_job* job, const window_lane* side):
 
 
 cdef void load_all(Plan plan, int i, int64_t* out) noexcept:
-    # An index array of one or two axes.
+    # Copy an index array of one or two axes, int32 or int64, to out.
     cdef int64_t row, rows = 1, n, stride
     cdef int last = plan.views[i].rank - 1
     n = plan.views[i].shape[last]

@@ -17,7 +17,7 @@ ctypedef struct paged_side:
 
 # One kind of data: the selection cache and the full cache it is read from.
 ctypedef struct block_lane:
-    paged_side here
+    paged_side here        # the selection cache
     paged_side full
     int64_t pieces         # of a token
     int64_t bytes          # of a piece
@@ -29,7 +29,7 @@ ctypedef struct blocks_job:
     const block_lane* lanes
     int n_lanes
     bint streaming
-    bint plain             # set by run_blocks, as the next
-    int64_t chunk_rows
+    bint plain             # set by run_blocks: blocks of every lane are one piece on both sides
+    int64_t chunk_rows     # set by run_blocks
 
 cdef void run_blocks(blocks_job* job, int n_threads) noexcept nogil

@@ -4,7 +4,7 @@
  *
  * stream: like memcpy, but writes whole 64-byte lines past the cache.  A store that does not first
  *         read the line it overwrites moves two bytes of memory traffic per byte instead of three.
- * row:    stream for a row that lies alone: nothing behind it is asked for.
+ * row:    stream for a row that lies alone: nothing after it is prefetched.
  * copy:   ordinary stores, for rows that stay in the cache.
  * join:   n tokens whose rows lie one behind the other, which need not begin on a line: the lines that
  *         two of them share are put together and streamed whole. bytes of a row: 64 at the least.
@@ -25,7 +25,7 @@
 
 typedef struct {
     const char *name;
-    const char *path; /* what goes past the cache and how far ahead sources are asked for, below */
+    const char *path; /* what is stored past the cache, how far ahead sources are prefetched: below */
     void (*stream)(char *dst, const char *src, int64_t n);
     void (*row)(char *dst, const char *src, int64_t n);
     void (*copy)(char *dst, const char *src, int64_t n);
@@ -35,15 +35,15 @@ typedef struct {
     void (*cells)(char *const *pages, int64_t page_at, int64_t column_step, const char *const *toks,
                   const char *const *later, int64_t at, int64_t n, int64_t n_later, int64_t n_columns);
     void (*fence)(void);
-    int32_t asks;     /* tokens ahead at which lines that rows share are asked for; 0: not at all */
-    int32_t by_token; /* whether rows are best written as tokens come, not by slot */
+    int32_t asks;     /* tokens ahead at which lines that rows share are prefetched; 0: not at all */
+    int32_t by_token; /* whether rows are best written in the tokens' order, not in that of slots */
 } kv_isa;
 
-/* The paths.  "lines": whole lines go past the cache, the ends of rows do not.  "near": the same, with
- * sources asked for into the first-level cache and ends that call nothing.  "all": the ends of rows go
- * past it, too.  The last two are in past_cache.h. */
+/* The paths.  "lines": whole lines are stored past the cache, the ends of rows are not.  "near": the
+ * same, with sources prefetched into the first-level cache and no calls of memcpy for the ends.  "all":
+ * the ends of rows are stored past it, too.  The last two are in past_cache.h. */
 
-/* Ask for the line to be written soon: its latency is most of what a scattered store costs.
+/* Prefetch a line that is written soon: its latency is most of what a scattered store costs.
  * (PREFETCHW is in every 64-bit x86, as a no-op at the least; the compiler takes it for newer ones.) */
 #if defined(__x86_64__)
 #define kv_will_write(p) __asm__ volatile("prefetchw %0" ::"m"(*(const char *)(p)))
@@ -61,8 +61,8 @@ static void kv_plain_join(char *dst, const char *const *toks, int64_t at, int64_
         memcpy(dst + t * bytes, toks[t] + at, (size_t)bytes);
 }
 
-/* Cells anywhere: pages[t] + page_at is token t's cell in the first column.  Ordinary stores, two columns
- * after the lines were asked for. */
+/* Cells at any place: pages[t] + page_at is token t's cell in the first column.  Ordinary stores, two
+ * columns after their lines were prefetched. */
 static inline void kv_cells(char *const *pages, int64_t page_at, int64_t column_step,
                             const char *const *toks, int64_t at, int64_t n, int64_t n_columns)
 {
@@ -123,12 +123,12 @@ static inline int64_t kv_head(const char *dst, int64_t n)
     return n - head < KV_LINE ? n : head;
 }
 
-/* join by a stream of its own set: shared lines are put together on the stack. */
+/* join by the stream function of the same set: lines that two rows share are assembled on the stack. */
 #define KV_JOIN(name, stream)                                                                      \
     static void name(char *dst, const char *const *toks, int64_t at, int64_t n, int64_t bytes)     \
     {                                                                                              \
         _Alignas(KV_LINE) char line[KV_LINE];                                                      \
-        int64_t kept = 0; /* bytes of the token before that wait in the line */                    \
+        int64_t kept = 0; /* bytes of the previous token that are held in `line` */                \
         for (int64_t t = 0; t < n; t++, dst += bytes) {                                            \
             const char *src = toks[t] + at;                                                        \
             int64_t head = (int64_t)(-(uintptr_t)dst & (KV_LINE - 1));                             \
@@ -151,7 +151,7 @@ static inline int64_t kv_head(const char *dst, int64_t n)
 #define KV_X86 1
 #include <immintrin.h>
 
-/* How far ahead of a streaming copy its source is asked for, into the second-level cache: the
+/* How far ahead of a streaming copy its source is prefetched into the second-level cache: the
  * processor's own prefetcher stops at a page. */
 #define KV_SOURCE_AHEAD 4096
 /* The same into the first-level cache, for CPUs where that is faster. */

@@ -96,7 +96,7 @@ static inline float kv_from_float8_e4m3fn(uint8_t c)
     return kv_from_float16(kv_float8_e4m3fn_half(c)) * 0x1p8f;
 }
 
-/* kvcore.hifloat8 knows the format and brings its tables here. */
+/* kvcore.hifloat8 defines the format; it fills these tables through kv_set_hifloat8. */
 static float kv_hifloat8_values[256];
 static uint32_t kv_hifloat8_limits[127]; /* midpoints of neighbouring magnitudes, as float bits */
 static uint8_t kv_hifloat8_codes[128];   /* the code of each magnitude, ascending               */
@@ -212,8 +212,8 @@ static inline void kv_fetch(const char *src, int64_t ahead, int64_t nbytes)
 #undef KV_F16C
 #endif
 
-/* What the instruction set of that name (isa.h) does with a type. The sets there promise less than
-   these functions need, so what is not promised is asked for; all CPUs but a few have it. */
+/* The functions for a type and the instruction set of that name (isa.h). They need features that the
+   sets of isa.h do not include, so these are tested for here; nearly all CPUs have them. */
 static int kv_has_f16c;
 
 static void kv_pick(int type, const char *isa, kv_add *add, kv_mean *mean)
@@ -235,7 +235,7 @@ static void kv_pick(int type, const char *isa, kv_add *add, kv_mean *mean)
 #endif
 }
 
-/* Once, before anything else here. */
+/* Call this once, before anything else here. */
 static void kv_means_begin(void)
 {
 #if defined(__x86_64__)

@@ -33,8 +33,8 @@ KV_ADD(float16, kv_u16, float, kv_from_float16)
 KV_ADD(float8_e5m2, kv_u8, float, kv_from_float8_e5m2)
 KV_ADD(float8_e4m3fn, kv_u8, float, kv_from_float8_e4m3fn)
 #else
-/* KV_F16C items at a time are widened to float16s and those converted; then factor, a power of two,
-   is applied where it is not 1. */
+/* KV_F16C items at a time are widened to float16, then converted to float and, where factor is not 1,
+   multiplied by it: a power of two. */
 #if KV_F16C == 16
 #define KV_HALVES __m256i
 #define KV_LOAD16(p) _mm256_loadu_si256((const __m256i *)(p))

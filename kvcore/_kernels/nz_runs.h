@@ -15,7 +15,7 @@
 #define KV_LINE_HALVES (KV_LINE / 16) /* halves in a line */
 #define KV_GROUP_TOKENS (KV_GROUP * KV_LINE / KV_CELL)
 
-/* By whole cells, one group of tokens at a time. */
+/* A run written cell by cell, one group of tokens at a time. */
 #define KV_RUN_OF_CELLS(name, move)                                                                \
     static void name(char *page, int64_t column_step, const char *const *toks, int64_t at,         \
                      int64_t n, int64_t n_columns)                                                 \

@@ -8,9 +8,9 @@
  * executing.  Any number of threads may call at once; they share the workers.
  *
  * A worker that loses its core in the middle of a chunk holds its caller up until the system lets
- * it run again; nobody else may write those bytes meanwhile.  So what little work there is stays on
- * the caller (parallel_bytes() in parallel.pyx), chunks are small, and a worker that was woken and
- * has not run since is not woken again.
+ * it run again; no other thread may write those bytes meanwhile.  So small jobs stay on the caller
+ * (parallel_bytes() in parallel.pyx), chunks are small, and a worker that was woken and has not run
+ * since is not woken again.
  *
  * Fork: the pool's lock is held across fork() and the child starts with no workers, so a child
  * can call everything; it grows workers of its own when it first needs them.
@@ -44,7 +44,7 @@ static struct {
     kv_job *jobs;
     int workers;
     int idle;   /* wait for work                              */
-    int waking; /* of these: were signalled and have not run  */
+    int waking; /* of these, were signalled and have not run  */
 } kv_pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0, 0};
 
 static void kv_fork_prepare(void) { pthread_mutex_lock(&kv_pool.lock); }
@@ -95,7 +95,7 @@ static void *kv_worker(void *unused)
     return NULL;
 }
 
-/* Before the lock is taken for the first time: a fork in between would leave it taken for ever. */
+/* Call this before the lock is first taken: a fork in between would leave the lock taken for ever. */
 static void kv_pool_start(void) { pthread_atfork(kv_fork_prepare, kv_fork_parent, kv_fork_child); }
 
 /* Grows the pool to `count` workers; fewer when the system refuses. Called under the lock. */

@@ -2,15 +2,16 @@
  *
  * The paths of x86-64 that some CPUs take instead of isa.h's: "near" and "all".
  *
- * "all": every byte of a row past the cache, its ends too.
+ * "all": every byte of a row is stored past the cache, its ends too.
  * On Zen 5 a masked or ordinary store to part of a line costs a read of that line, twice what a
- * non-temporal store of 16, 8 or 4 bytes costs, which reads nothing; and asking for the line
- * beforehand makes it slower still.  (On Zen 3 it is the other way round: 12.7 against 6.1 ns a
- * line, where a whole line past the cache takes 6.5.)  So nothing is asked for but sources, and rows
- * are written token by token: what several lines share need not be put together first.  Ends below 4
- * bytes are ordinary stores.  A store of n bytes past the cache needs an address that is a multiple of n.
+ * non-temporal store of 16, 8 or 4 bytes costs, which reads nothing; and prefetching the line makes it
+ * slower still.  (On Zen 3 it is the other way round: 12.7 against 6.1 ns a line, where a whole line
+ * past the cache takes 6.5.)  So only sources are prefetched, and rows are written token by token:
+ * lines that two rows share need not be assembled first.  Ends below 4 bytes are ordinary stores.  A
+ * store of n bytes past the cache needs an address that is a multiple of n.
  *
- * "near": ends by ordinary stores, whose lines are asked for six tokens ahead, as Zen 3 likes it.
+ * "near": ends by ordinary stores, whose lines are prefetched six tokens ahead, which is fastest on
+ * Zen 3.
  */
 #ifndef KVCORE_PAST_CACHE_H
 #define KVCORE_PAST_CACHE_H
@@ -45,7 +46,7 @@ static inline void kv_past_16(char *dst, const char *src)
     _mm_stream_si128((__m128i *)(void *)dst, _mm_loadu_si128((const __m128i *)(const void *)src));
 }
 
-/* n bytes that need not begin or end on anything. */
+/* Copy n bytes at any alignment. */
 static inline void kv_past_part(char *dst, const char *src, int64_t n)
 {
     int64_t i = (int64_t)(-(uintptr_t)dst & 3);
@@ -124,7 +125,7 @@ KV_PAST_MOVE(kv_avx512_past_row, "avx512f,avx512bw", kv_past_part, KV_PAST_LINE_
 KV_PAST_MOVE(kv_avx512_near, "avx512f,avx512bw", kv_near_part, KV_PAST_ASK; KV_PAST_LINE_AVX512)
 KV_PAST_MOVE(kv_avx512_near_row, "avx512f,avx512bw", kv_near_part, KV_PAST_LINE_AVX512)
 
-/* Rows one behind the other: their ends meet in the processor's own buffer for a line. */
+/* Rows one behind the other: the processor's write-combining buffer joins their ends to whole lines. */
 #define KV_PAST_JOIN(name, move)                                                                   \
     static void name(char *dst, const char *const *toks, int64_t at, int64_t n, int64_t bytes)     \
     {                                                                                              \
@@ -150,7 +151,7 @@ KV_AVX512 static void kv_avx512_past_copy(char *dst, const char *src, int64_t n)
         _mm512_storeu_si512((void *)(dst + n - KV_LINE), KV_LOAD_LINE(src + n - KV_LINE));
 }
 
-/* Ask for piece ``part`` of ``parts`` of some tokens' rows of ``bytes`` bytes, row by row. */
+/* Prefetch piece ``part`` of ``parts`` of the rows of n tokens, ``bytes`` bytes each, row by row. */
 static inline void kv_past_ask(const char *const *later, int64_t at, int64_t n, int64_t bytes,
                                int64_t part, int64_t parts)
 {
@@ -180,8 +181,8 @@ static void kv_past_cells(char *const *pages, int64_t page_at, int64_t column_st
     }
 }
 
-/* Cells of a run: halves of lines that meet in the processor's buffer, a group of tokens at a time,
- * while the next group is asked for row by row. */
+/* Cells of a run: half lines that the processor's write-combining buffer joins, a group of tokens at a
+ * time, while the next group's rows are prefetched one after the other. */
 static void kv_past_run(char *page, int64_t column_step, const char *const *toks, int64_t at, int64_t n,
                         int64_t n_columns)
 {

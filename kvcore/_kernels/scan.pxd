@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from libc.stdint cimport int64_t
 
-# What scans for repeats say.
+# Results of scans for repeats.
 cdef enum:
     NO_MEMORY = -1
     DISTINCT = 1

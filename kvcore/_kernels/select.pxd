@@ -33,10 +33,10 @@ ctypedef struct index_rows:
 ctypedef struct select_op:
     int64_t src
     int64_t place
-    int64_t tokens         # for who copies: a row's last block may be partial
+    int64_t tokens         # to copy; a row's last block may be partial
     int32_t kind
 
-# What one row does.  Counts in blocks, but length.
+# What one row does.  All counts are of blocks, except length.
 ctypedef struct select_row:
     int32_t n             # blocks it holds afterwards
     int32_t n_ops
@@ -44,24 +44,24 @@ ctypedef struct select_row:
     int32_t moved
     int32_t refreshed
     int32_t partial       # the op that brings the block of the row's last token, or -1
-    int32_t partial_held  # ... which was held
+    int32_t partial_held  # whether that block was held before
     int32_t swap
     int32_t swap_place    # the largest id changes places with n - 1
 
-# The first row of a chunk that cannot be.
+# The first row of a chunk whose values are refused.
 ctypedef struct select_fault:
     int64_t row
     int64_t kind
     int64_t at
     int64_t seen
 
-# Division by a size, which is a power of two nearly always.
+# Division by a size that is nearly always a power of two.
 ctypedef struct divisor:
     int64_t size
     int32_t shift          # log2(size), or -1
 
 ctypedef struct select_job:
-    # arrays; lengths are private copies [batch], the rest is the caller's
+    # The caller's arrays, and private copies of the lengths [batch].
     index_rows topk_ids
     index_rows status
     index_rows table       # [rows, columns]: outer is S rows, inner one
@@ -101,9 +101,9 @@ ctypedef struct select_job:
     char* places
     char* entries
     # scratch
-    char* free             # [n_chunks][topk] which places of a row keep nothing
+    char* free             # [n_chunks][topk] places of a row whose block is not kept
     int64_t free_bytes
-    uint64_t* apart        # to see whether used entries differ
+    uint64_t* apart        # a hash table that finds equal used entries
 
 cdef divisor divisor_of(int64_t size) noexcept nogil
 cdef void plan_rows(select_job* job, int n_threads) noexcept nogil

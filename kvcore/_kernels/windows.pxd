@@ -36,7 +36,7 @@ ctypedef struct windows_job:
     add_t add             # NULL: no means
     mean_t mean
     bint stream           # store past the CPU's caches
-    # what run_windows works out, how the work is cut:
+    # set by run_windows: how the work is divided
     int64_t group         # heads that go through the tokens together
     int64_t tile          # tokens of one head before the next head's turn
     int64_t n_groups

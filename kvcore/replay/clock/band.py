@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a run's step would move if the figures that nobody knows were others.
+"""How far the time of a run's step moves when its assumed figures change.
 
 Every assumed figure that the time of a step depends on is divided and multiplied by `FACTOR`, one
-at a time, and the run's mean step timed anew (`MeanStep`); made ids count as one more, by their
-misses.  The moves are taken as independent of one another: the band is the root of the sum of
-their squares, upwards and downwards apart.  What a comparison hangs on moves both of its sides.
+at a time, and the run's mean step is timed again (`MeanStep`).  Where ids are made by the
+generator, their misses count as one more such figure.  The changes are taken as independent of one
+another: the band is the root of the sum of their squares, upwards and downwards apart.  A figure on
+which both sides of a comparison depend moves both of them.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Band:
 
 
 def step_band(report: OffloadReport, context: float) -> Band:
-    """Of the time of a step of a run.
+    """The band of the time of a step of a run.
 
     context: tokens of a request on average while it decodes.
     """
@@ -78,10 +79,10 @@ def step_band(report: OffloadReport, context: float) -> Band:
 
 
 def ratio_band(report: OffloadReport, other: OffloadReport, context: float) -> Band:
-    """Of tokens a second of a run by those of another, of the same deployment.
+    """The band of the ratio of two runs' tokens a second: ``report`` over ``other``.
 
-    A figure that both depend on moves both: what is left is what it does to their ratio.  Where
-    requests arrive by time the ratio is that of decoding alone.
+    Both are of the same deployment, so a figure that both depend on moves both, and the band has
+    what it does to their ratio.  Where requests arrive by time the ratio is that of decoding alone.
     """
     runs = (report, other)
     means = [MeanStep.of(run, context) for run in runs]
@@ -99,7 +100,7 @@ def ratio_band(report: OffloadReport, other: OffloadReport, context: float) -> B
 
 
 def _shares(run: OffloadReport) -> tuple[float, float]:
-    """Of the time that the tokens a second are by: decoding's and prefill's."""
+    """Shares of decoding and of prefill in the time that tokens a second are counted over."""
     totals = run.totals
     if run.options.arrivals == "time" or not totals.end_us:
         return 1.0, 0.0
@@ -119,7 +120,7 @@ class _Change:
 
 
 def _changes(report: OffloadReport) -> Iterator[tuple[str, list[_Change]]]:
-    """Each figure that is assumed, divided and multiplied."""
+    """Each assumed figure by name, with the changes that divide and multiply it by `FACTOR`."""
     deployment, options = report.deployment, report.options
     factors = (1 / FACTOR, FACTOR)
     for key in deployment.assumed():

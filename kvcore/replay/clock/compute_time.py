@@ -3,9 +3,10 @@
 
 By the linear figures of its model ``step_fixed + sum over requests of (step_request
 + step_attended * min(context, top-k) + step_indexed * context)``; the parts of a request grow with
-the tokens that it writes in a step, when drafts are not as many as the figures are of.  By a table
-of measured steps, where the deployment has one: at the batch and the mean context, which its
-drafts are part of.  Moving rows is not in it (`StepClock`, `InOrderClock`).
+the tokens that it writes in a step, where the drafts differ from those of the figures.  A
+deployment with a table of measured steps takes the table's time at the batch and the mean context
+instead; its steps include the drafts of the figures.  The time of moving rows is not in either
+(`StepClock`, `InOrderClock`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["ComputeParts", "ComputeTime", "RunParts"]
 class ComputeTime:
     """The compute time of steps of a model; one without a top-k attends to all its tokens.
 
-    deployment: or a model alone, for its linear figures.
+    deployment: a deployment, or a model alone for its linear figures.
     drafts: draft tokens of each request a step.
     beyond: how far outside the table the steps were so far, as the largest ratio to its nearest
             end in batch and in context; (1, 1): all of them inside.
@@ -39,7 +40,7 @@ class ComputeTime:
         )
         self.beyond: tuple[float, float] = (1.0, 1.0)
         self._topk = model.topk
-        # A table's steps are measured as a whole: more drafts take as much longer as by figures.
+        # A table holds whole steps, so more drafts scale its batch as they scale a request's part.
         self._scale = (1 + drafts) / (1 + int(_number(model, "step_drafts")))
         if self.table is not None:
             return
@@ -87,7 +88,10 @@ class ComputeTime:
         return RunParts(parts)
 
     def note(self, contexts: NDArray[np.int64]) -> None:
-        """Note how far outside the table steps are, int64 [steps, batch]: they only grow."""
+        """Note how far outside the table a run of steps is, by its first and its last step.
+
+        contexts: int64 [steps, batch] tokens of each request, which only grow.
+        """
         if self.table is not None:
             for each in contexts[[0, -1]]:
                 self._of_table(each)

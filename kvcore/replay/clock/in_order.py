@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a decode step ends whose layers wait for their rows: no part of it is launched ahead.
+"""The time line of decode steps whose layers wait for their rows: nothing is launched ahead.
 
 One die's step, in microseconds::
 
@@ -8,9 +8,9 @@ One die's step, in microseconds::
             # each share: latency + pieces * piece + bytes / rate
 
 A serve is one kernel that reads held rows from device memory and missing ones from the host, and
-writes all of them; attention waits until it has ended, and what is installed or goes to the host
-trails on other streams and holds nobody up.  Source: cann-recipes-infer, GLM-5.2 offload guide, for
-the order; the figures are the deployment's.
+writes all of them.  Attention waits until it has ended.  Installing rows in the pool and copying
+new rows to the host run on other streams and delay nothing.  Source: cann-recipes-infer, GLM-5.2
+offload guide, for the order; the figures are the deployment's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class InOrderClock:
         self.now: float = 0.0
 
     def advance(self, us: float) -> None:
-        """Let the device compute something else for so long."""
+        """Let the device compute something else for ``us`` microseconds."""
         self.now += us
 
     def _shares(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mean step of a run, timed anew with other figures of its deployment.
+"""The mean step of a run, timed again with other figures of its deployment.
 
-What a run moved does not depend on what that took: batch, contexts, hits and misses stay when a
-figure of time changes.  So one step with a run's means says how far its time moves, without
-serving anything again.  It is used for ratios: the run's own time times what this says of the
-other figures by what it says of the run's.
+Which rows a run moves does not depend on how long that takes: batch, contexts, hits and misses stay
+the same when a figure of time changes.  So one step with a run's means shows how far its time
+moves, without serving anything again.  It is used for ratios: the run's own time is multiplied by
+the time of the mean step with the other figures, divided by its time with the run's figures.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def mean_compute_us(deployment: Deployment, batch: float, context: float, drafts
 class MeanStep:
     """A step with the means of a run.
 
-    batch, context: requests, and tokens of each; tokens: that all of them write, drafts included.
+    batch, context: requests, and tokens of each.
+    tokens: tokens that all requests together write in the step, drafts included.
     hits, misses, recent: rows of a layer, over the batch.
-    pieces: in which the new rows go to the host.
+    pieces: number of copies in which the new rows go to the host.
     """
 
     batch: float
@@ -58,7 +59,7 @@ class MeanStep:
 
     @classmethod
     def of(cls, report: OffloadReport, context: float) -> MeanStep:
-        """Of a run whose requests had ``context`` tokens on average while they decoded."""
+        """The mean step of a run whose requests had ``context`` tokens on average in decode."""
         totals, options = report.totals, report.options
         steps = max(1, totals.steps)
         layers = report.model.layers * steps
@@ -84,11 +85,11 @@ class MeanStep:
         return replace(self, hits=self.hits - moved, misses=self.misses + moved)
 
     def compute_us(self, deployment: Deployment) -> float:
-        """What of it is computation."""
+        """Microseconds of the step's computation, by a deployment's figures."""
         return mean_compute_us(deployment, self.batch, self.context, self.drafts)
 
     def us(self, deployment: Deployment) -> float:
-        """Microseconds of it."""
+        """Microseconds of the whole step, by a deployment's figures."""
         model, compute = deployment.model, self.compute_us(deployment)
         lanes = sum(n > 0 for n in model.shape.row_bytes)
         held = (self.hits, self.misses, self.recent)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long prompts compute: the tokens of a step in, microseconds out.
+"""How long prompts compute: the prompt tokens of a step in, microseconds out.
 
-By a rate, or by a model's own figures: ``sum over tokens of (prefill_token + prefill_attended *
-tokens before it)``.  What was found in a cache is not computed, but it is attended to.
+The time follows from a rate of tokens a second, or from a model's own figures: ``sum over tokens of
+(prefill_token + prefill_attended * tokens before it)``.  Tokens found in a cache are not computed,
+but later tokens attend to them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["PrefillTime", "by_figures"]
 
 
 def by_figures(model: ModelProfile, rate: float | None) -> bool:
-    """Whether prompts take what the model says: it has the figures, and no rate is given."""
+    """Whether a model's own figures give the time of prompts: it has them, and no rate is given."""
     return rate == PREFILL_TOKENS_PER_S and all(key in model.figures for key in PREFILL)
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the parts of a decode step end, without launching them.
+"""The time line of decode steps whose operations are not launched.
 
-The model clock's arithmetic for the operations that `DecodeEngine` launches in a step, layer by
-layer: for runs with too many steps to launch each.  Rows are numbers here, not necessarily whole:
-what most requests hit and missed is estimated.  A test holds it to the engine's own clock.
+This is the model clock's arithmetic for the operations that `DecodeEngine` launches in a step,
+layer by layer, for runs with too many steps to launch each.  Numbers of rows need not be whole
+here: hits and misses of most requests are estimates.  A test compares the result with the engine's
+own clock.
 
-Many steps are priced at once, as arrays, and timed in one call (`TimeLine`): `step` is one of them.
+Many steps are priced at once, as arrays, and timed in one call (`TimeLine`); `step` times one.
 
 The operations of a layer, and what they wait for (state is what the step before left):
 
@@ -38,11 +39,11 @@ __all__ = ["RunTimes", "StepClock", "StepTimes", "resource_us"]
 WRITE, MISSES, HITS, ATTEND, INSTALL, SAVE = range(6)
 KINDS = 6
 UNUSED = -1.0
-NOTHING = -1.0  # comes before a step
+NOTHING = -1.0  # in ``waits``: the device computes nothing before the step
 
 
 def resource_us(service: tuple[float, float, float], nbytes: Any, pieces: Any) -> Any:
-    """Microseconds of one resource: its latency, and what pieces and bytes take."""
+    """Microseconds that one resource takes: its latency, then so much a piece and a byte."""
     latency, piece, byte = service
     return latency + pieces * piece + nbytes * byte
 
@@ -51,10 +52,11 @@ def resource_us(service: tuple[float, float, float], nbytes: Any, pieces: Any) -
 class StepTimes:
     """Microseconds of a step: from its first launch to the end of the last attention.
 
-    serve_us:   what the layers waited for their rows, those read from the host among them
-    (exposed_us).
+    serve_us:   the layers waited for their rows.
+    exposed_us: the part of it that was for rows read from the host.
     link_us:    the link to the device was busy.
-    plan_us:    choosing which rows are held and which are read, where that costs anything.
+    plan_us:    choosing which rows are held and which are read, where a deployment has a figure
+                for that.
     """
 
     us: float
@@ -89,7 +91,7 @@ class RunTimes:
 
 
 class StepClock:
-    """The time line of one device, which has no other load.
+    """The time line of one device that does nothing else.
 
     groups: layers of each group, in order; lanes: pieces of a row.
     depth:  buffers of the attention's input.
@@ -110,10 +112,11 @@ class StepClock:
         sizes = [len(group) for group in groups]
         first = np.array([place == 0 for size in sizes for place in range(size)])
         order = self._launch_order(sizes)
-        # Ties go by launch, so the model sees the operations in that order.
+        # Of operations that could begin at the same time the one launched first does, so the time
+        # line has them in the order of their launches.
         place_of = np.append(np.argsort(order), -1)
         links = self._links(first).reshape(-1, 6)[order]
-        # A group has a price for its first layer, which alone awaits the choice, and the others.
+        # A group has two rows of prices: its first layer alone waits for the choice of the top-k.
         rows = 2 * np.repeat(np.arange(len(sizes)), sizes) + ~first
         self._line = TimeLine(
             order.astype(np.int32),
@@ -136,7 +139,7 @@ class StepClock:
             return layer * KINDS + kind if layer >= 0 else -1
 
         for layer in range(n):
-            used = layer - self._depth  # who had the same buffer
+            used = layer - self._depth  # the layer that had the same buffer before
             before[layer, WRITE, 0] = row(layer - 1, ATTEND)
             links = [row(layer - 1, MISSES), row(used, ATTEND), row(used, INSTALL)]
             if first[layer]:
@@ -169,7 +172,7 @@ class StepClock:
         return np.array(order)
 
     def advance(self, us: float) -> None:
-        """Let the device compute something else for so long."""
+        """Let the device compute something else for ``us`` microseconds."""
         self._line.advance(us)
 
     def step(
@@ -180,7 +183,7 @@ class StepClock:
         sent_pieces: float,
         layer_us: float,
     ) -> StepTimes:
-        """One step: see `steps`, of which each argument is one."""
+        """One step; each argument is one entry of the same argument of `steps`."""
         return _only(self.steps(*_one(rows, tokens, sent, sent_pieces, layer_us)))
 
     def peek(
@@ -207,17 +210,18 @@ class StepClock:
         looks: NDArray[np.uint8] | None = None,
         until_ms: float = np.inf,
     ) -> RunTimes:
-        """Steps in a row, as far as they begin before ``until_ms``; the first in any case.
+        """Time consecutive steps: the first, and those after it that begin before ``until_ms``.
 
         rows:     [steps, groups, 3] hits, misses and recent rows of each group, over the batch;
-                  each of its layers moves them.
+                  each of the group's layers moves them.
         tokens:   [steps] new tokens of the batch, their rows written in every layer.
-        sent:     [steps] tokens whose rows go to the host in every layer, in so many pieces a lane
-                  (sent_pieces).
+        sent:     [steps] tokens whose rows go to the host in every layer; sent_pieces: [steps] in
+                  how many pieces a lane.
         layer_us: [steps] compute time of a layer.
-        waits:    [steps] what the device computes before each (`advance`); negative: nothing.
-        looks:    [steps] 1 for one that is looked at (`peek`): it comes before the step itself, and
-                  has its wait.
+        waits:    [steps] microseconds that the device computes something else before the step
+                  (`advance`); negative: none.
+        looks:    [steps] 1 for an entry that is timed without moving the time line (`peek`); it
+                  stands before the step itself and has that step's wait.
         """
         shares = self._price(rows, tokens, sent, sent_pieces, layer_us)
         out = np.empty((len(shares), 5))
@@ -240,20 +244,23 @@ class StepClock:
         sent_pieces: NDArray[np.float64],
         layer_us: NDArray[np.float64],
     ) -> NDArray[np.float64]:
-        """[steps, 2 * groups, kinds, 4] shares of every operation; none of what does not happen."""
+        """[steps, 2 * groups, kinds, 4] microseconds that each operation takes of each resource.
+
+        `UNUSED` for a resource that an operation does not use, and for operations that do not run.
+        """
         size, lanes = self._row_bytes, self._lanes
         count, groups = rows.shape[:2]
         missed, held = rows[:, :, 1], rows[:, :, 0] + rows[:, :, 2]
         shares = np.full((count, groups, 2, KINDS, 4), UNUSED)
 
         def put(kind: int, resource: int, us: NDArray[np.float64]) -> None:
-            """By step, or by step and group."""
+            """Put one resource's share of an operation: us is [steps] or [steps, groups]."""
             shares[:, :, :, kind, resource] = us.reshape(count, -1, 1)
 
         def us(resource: int, nbytes: NDArray[np.float64], pieces: NDArray[np.float64]) -> Any:
             return resource_us(self._service[resource], nbytes, pieces)
 
-        # As the engine counts: a row in device memory is read and written.
+        # A copy within device memory counts twice, as in the engine: it is read and written.
         put(WRITE, HBM, us(HBM, 2 * tokens * size, tokens * lanes))
         put(WRITE, COMPUTE, us(COMPUTE, 0 * tokens, tokens * lanes))
         for kind, resource, moved, times in (
@@ -271,9 +278,9 @@ class StepClock:
     def _launch_costs(
         self, rows: NDArray[np.float64], sent: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """[steps, 2 * groups, kinds] what an operation costs the host until it is launched.
+        """[steps, 2 * groups, kinds] microseconds that launching an operation takes the host.
 
-        A launch, a record and a wait cost the host time, in the order of the engine.
+        The host's time goes into launches, records and waits, in the order of the engine.
         """
         launch, event = self._launch, self._event
         count, groups = rows.shape[:2]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the users of a served model feel: latencies, and whether they meet their limits."""
+"""Latencies that the users of a served model see, and whether they meet their limits."""

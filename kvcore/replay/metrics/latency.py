@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latencies of requests on the model's time line, and the share that meets its limits.
 
-A request's first token comes out at the end of the step that computes the last of its prompt; the
+A request's first token is produced at the end of the step that computes the last of its prompt; the
 step that writes an output token computes the next one.  So:
 
-ttft   from the arrival to the first token, queueing in it;
+ttft   from the arrival to the first token, queueing included;
 queue  from the arrival to the first admission;
 tpot   a request's mean over its tokens after the first (requests of two tokens or more);
 e2e    from the arrival to the last token;
-itl    between two moments at which a request's tokens come out.  The prompts of others that are
-       computed in between are in it, and recomputation after a preemption too.
+itl    between two moments at which tokens of a request are produced.  It includes the prompts of
+       other requests that are computed in between, and recomputation after a preemption.
 
 Percentiles of all but itl are exact (numpy's, linear between two requests); itl has one value for
-each token, and is sorted into classes of 0.5%.
+each token, and is counted in classes of 0.5%.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NUM_CLASSES = int(math.log(MOST_US / LOWEST_US) / CLASS) + 2
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits in microseconds by name; a request is good if it meets every one."""
+    """Limits in microseconds by name; a request is good if it meets all of them."""
 
     limits: Mapping[str, float]
 
@@ -63,7 +63,7 @@ class Slo:
         return cls(limits)
 
     def is_met(self, values: Mapping[str, float]) -> bool:
-        """Whether the values meet every limit; one that a request does not have meets its own."""
+        """Whether the values meet every limit; a value that a request does not have meets it."""
         return all(not values[name] > limit for name, limit in self.limits.items())
 
     def __str__(self) -> str:
@@ -83,10 +83,12 @@ def _microseconds(name: str, text: str) -> float:
 
 @dataclass(slots=True)
 class Progress:
-    """How far the output of a request is.
+    """The progress of a request's output.
 
-    arrived_us, admitted_us, first_us, last_us: when; NaN: not yet.
-    seen_us: when the last of its tokens came out.
+    tokens:   output tokens in all.
+    arrived_us, admitted_us, first_us, last_us: when it arrived, was admitted, and had its first and
+              last token; NaN: not yet.
+    seen_us:  when its newest token was produced.
     """
 
     tokens: int
@@ -109,7 +111,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of so many values: microseconds."""
+    """Mean and percentiles of ``count`` values, in microseconds."""
 
     count: int
     mean: float
@@ -131,7 +133,7 @@ class Summary:
 
 
 class Latencies:
-    """What the requests of a run felt.
+    """The latencies of the requests of a run.
 
     slo: limits, or None.
     window_us: first and last arrival of the requests that are judged by the limits; None: all are.
@@ -153,14 +155,14 @@ class Latencies:
         self._gap_sum = 0.0
 
     def first(self, progress: Progress, now_us: float) -> None:
-        """The prompt of a request is computed: its first token comes out."""
+        """The prompt of a request is computed, and with it its first token."""
         if math.isnan(progress.first_us):
             progress.first_us = progress.seen_us = now_us
             if progress.tokens == 1:
                 progress.last_us = now_us
 
     def more(self, progress: Progress, now_us: float, written: int) -> None:
-        """A step has ended that decodes; written: output tokens written so far."""
+        """A decode step of the request has ended; written: output tokens written so far."""
         self.first(progress, now_us)
         if not math.isnan(progress.last_us):
             return  # (the step that writes the last token computes none)
@@ -174,7 +176,8 @@ class Latencies:
     ) -> None:
         """Steps have ended, each of which wrote a token of each of these requests.
 
-        now_us: [steps] when; written: output tokens of each written before the first.
+        now_us:  [steps] when each ended.
+        written: output tokens of each request written before the first step.
         """
         through = [0] * (len(now_us) + 1)  # requests whose last gap ends with so many steps
         first: dict[float, int] = {}  # how many saw their last token then
@@ -197,13 +200,13 @@ class Latencies:
             self._gap(now_us[n] - now_us[n - 1], left)
 
     def _gap(self, us: float, count: int) -> None:
-        """So many times so long passed between two tokens of a request."""
+        """Count ``count`` intervals of ``us`` microseconds between two tokens of a request."""
         if us > 0 and count:
             self._gaps[_class_of(us)] += count
             self._gap_sum += count * us
 
     def leave(self, progress: Progress, *, finished: bool) -> None:
-        """A request has left; of one that was aborted the parts that it had count."""
+        """A request has left; an aborted one counts with the parts that it had."""
         values = progress.values()
         for name, us in values.items():
             if not math.isnan(us) and (finished or name in ("queue", "ttft")):
@@ -264,7 +267,7 @@ class Latencies:
         )
 
     def summaries(self) -> dict[str, Summary | None]:
-        """By name; None where no request has the value."""
+        """Summaries by name; None where no request has the value."""
         found: dict[str, Summary | None] = {
             name: _summary(np.array(values)) for name, values in self._values.items()
         }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model's figures out of a Hugging Face config.json.
 
-It says what a token keeps and nothing about time: the figures of a step are then missing, and
-asking for them is an error that names them.
+Such a file describes the cache entry of a token and says nothing about time: the figures of a step
+are then missing, and asking for them is an error that names them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Config:
         return value
 
     def figure(self, value: Any, fields: str) -> ModelFigure:
-        """A published figure out of these fields."""
+        """A figure with the basis "published", whose source names these fields."""
         return ModelFigure(value, "published", f"{self.path}: {fields}")
 
 

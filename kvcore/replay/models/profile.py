@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models as data: what a token keeps, who chooses the top-k, how long a step computes.
+"""Models as data: a token's cache entry, which layers choose the top-k, how long a step computes.
 
 A profile is a set of figures, each with its basis and its source.  The basis is ``measured`` (by
-whom and how), ``published`` (it stands in the source), ``fitted`` (worked out from the source's
-rows: how many, and what they leave) or ``assumed``.
+whom and how), ``published`` (it stands in the source), ``fitted`` (computed from the source's rows;
+the source says from how many, and with what residual) or ``assumed``.
 
 Those that ship are TOML files in this folder; one's own has the same form::
 
     name = "my model"
-    device = "A3"           # of which the figures of a step are; none: of no device at all
+    device = "A3"           # whose step the figures describe; left out: no hardware's
 
     [layers]
     value = 61
@@ -128,9 +128,9 @@ MODEL_FIGURES: dict[str, tuple[str, float, float]] = {
     "weights": ("GiB of weights and activations on one device", 0, 1e6),
 }
 STEP = ("step_fixed", "step_request", "step_attended", "step_indexed")
-#: Of a dense model only; others take a rate.
+#: Figures of prompts, for dense models alone; other models take a rate of tokens a second.
 PREFILL = ("prefill_token", "prefill_attended")
-REAL = frozenset((*STEP, *PREFILL, "weights"))  # numbers, which may be missing
+REAL = frozenset((*STEP, *PREFILL, "weights"))  # may be missing, and need not be whole numbers
 
 #: Models that ship, by name, and their files in this folder.
 MODELS: dict[str, str] = {
@@ -181,7 +181,7 @@ class ModelProfile:
             fail(unknown[0], "one of " + ", ".join(MODEL_FIGURES), "an unknown figure")
         missing = [key for key in MODEL_FIGURES if key not in figures and key not in REAL]
         if missing:
-            # The author of the file is to see all of them in one go.
+            # One message names all of them, so that the author of the file need not try again.
             too = f"; {', '.join(missing[1:])} are missing too" if missing[1:] else ""
             fail(missing[0], f"a figure: {MODEL_FIGURES[missing[0]][0]}", f"nothing{too}")
         for key, figure in figures.items():
@@ -196,7 +196,7 @@ class ModelProfile:
             fail("index_layers", "layer 0 among those that choose", self.index_layers)
         if not self.topk and self.index_layers:
             fail("index_layers", "none where topk is 0", self.index_layers)
-        # What ModelShape asks of the sizes together.
+        # ModelShape checks the sizes against one another.
         self.shape: ModelShape = ModelShape(
             name, self.layers, int(self._number("heads")), int(self._number("head_size")),
             int(self._number("value_head_size")), self.dtype,
@@ -211,7 +211,7 @@ class ModelProfile:
     def _number(self, key: str) -> float:
         if key not in self.figures:
             expected = f"a figure of {self.name}: {MODEL_FIGURES[key][0]}"
-            # A step needs all of them: the author of the profile is to see it in one go.
+            # A step needs all of these figures, so one message names all that are missing.
             others = [name for name in STEP if name != key and name not in self.figures]
             too = f", with {', '.join(others)}, which are missing too" if others else ""
             fail(key, expected, f"nothing; give it in a TOML profile{too}")
@@ -255,7 +255,7 @@ class ModelProfile:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Layers that share one choice of top-k, for each that chooses."""
+        """For each layer that chooses a top-k, the layers that use its choice: itself first."""
         ends = (*self.index_layers[1:], self.layers)
         return tuple(tuple(range(a, b)) for a, b in zip(self.index_layers, ends, strict=False))
 
@@ -371,7 +371,7 @@ class ModelProfile:
 
 
 def read_text(path: str | os.PathLike[str], what: str = "model") -> str:
-    """The text of a file of figures.  Raises ParamInvalidError that names ``what`` it is of."""
+    """The text of a file of figures.  Raises ParamInvalidError for an argument named ``what``."""
     path = check_path(what, path)
     try:
         with Path(path).open("rb") as file:

@@ -23,7 +23,7 @@ def missing_figures(model: ModelProfile) -> tuple[str, ...]:
 def model_toml(model: ModelProfile) -> str:
     """The text of a file that `ModelProfile.load` reads as the same model.
 
-    What is missing stands there as a comment that says what it is.
+    A missing figure becomes a comment that says what the figure is.
     """
     parts = [HEAD, f"name = {_text(model.name)}"]
     if model.note:

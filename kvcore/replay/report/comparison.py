@@ -14,7 +14,7 @@ from kvcore.json_files import read_json
 
 __all__ = ["Difference", "compare", "read_report"]
 
-#: What a run took on the machine it ran on, which of two runs it was, and the figures in words.
+#: Keys that are not compared: times on this machine, identities of a run, and sentences.
 IGNORED = (
     "schema", "version", "seconds", "scatter_gb_per_s", "trace", "timeline", "hashes", "sentence",
     "because",
@@ -43,9 +43,9 @@ def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[Difference]:
-    """Every value that is not the same, the largest difference first; wall-clock times aside.
+    """Every value that differs, the largest difference first; wall-clock times are left out.
 
-    Of reports of two schemas the values that both have are compared.
+    Where the reports have different schemas, only values that both have are compared.
     """
     common = before.get("schema") != after.get("schema")
     found = list(_differences("", before, after, common))

@@ -54,8 +54,9 @@ def write_html(
 ) -> None:
     """Write the page.
 
-    report: the figures of a run, as its JSON has them; rows: those of the table.
-    It needs no network: plotly's program is in it.  Raises BackendUnavailableError, OSError.
+    report: the figures of a run, as its JSON has them; rows: the rows of its table.
+    The page needs no network, since plotly's program is part of it.
+    Raises BackendUnavailableError, OSError.
     """
     objects = check_plotly()
     title = f"kvcore replay: {report['model']['name']}, {report['device']}"

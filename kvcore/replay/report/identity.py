@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report is of, and how its figures are written so that the same run writes the same ones.
+"""Hashes that identify the inputs of a report, and rounding that makes its figures repeatable.
 
 Sums of floating point numbers may differ in their last bits from one CPU to another, by the order
 in which its instructions add.  Figures are therefore written with 12 significant digits.
@@ -20,13 +20,13 @@ DIGITS = 12
 
 
 def trace_hash(requests: Iterable[TraceRequest]) -> str:
-    """16 hexadecimal digits of what the requests are, in their order."""
+    """A hash of the requests in their order: 16 hexadecimal digits."""
     said = [(r.timestamp_ms, r.input_length, r.output_length, r.hash_ids) for r in requests]
     return _hash(repr(said))
 
 
 def file_hash(path: str) -> str:
-    """16 hexadecimal digits of a file's bytes.  Raises OSError."""
+    """A hash of a file's bytes: 16 hexadecimal digits.  Raises OSError."""
     found = hashlib.blake2b(digest_size=8)
     with open(path, "rb") as file:
         while piece := file.read(2**20):
@@ -35,7 +35,7 @@ def file_hash(path: str) -> str:
 
 
 def settled(value: Any) -> Any:
-    """The same value with every float in it of `DIGITS` significant digits."""
+    """The same value with every float in it rounded to `DIGITS` significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):

@@ -27,18 +27,18 @@ from kvcore.runtime.profile import DeviceProfile
 
 __all__ = ["OffloadReport"]
 
-#: Figures of a device that a step's transfers rest on.
+#: Figures of a device that the time of a step's transfers depends on.
 TRANSFER_FIGURES = (
     "hbm_bandwidth", "hbm_latency", "hbm_descriptor", "h2d_bandwidth", "h2d_latency",
     "h2d_descriptor", "launch_cost", "event_cost",
 )  # fmt: skip
-#: Of `OffloadReport.to_dict`; reports of 0.1 before it said have none.
+#: The schema of `OffloadReport.to_dict`; the first reports of 0.1 do not name one.
 SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadReport(Report):
-    """What an offloaded replay did and what it would have taken."""
+    """What an offloaded replay did, and the time it would have taken on the device."""
 
     model: ModelProfile
     device: DeviceProfile
@@ -67,16 +67,16 @@ class OffloadReport(Report):
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the rows asked of the pools that they held; None before any."""
+        """Share of the rows looked up in the pools that they held; None before any."""
         asked = self.totals.hits + self.totals.misses
         return self.totals.hits / asked if asked else None
 
     @property
     def hit_rate_of_queries(self) -> float | None:
-        """Share of the rows that queries wanted which were not read from the host for them.
+        """Share of the rows that queries wanted which need not be read from the host.
 
-        The queries of a step (a token and its drafts) each count all of their rows; what several
-        want is read once.  The newest rows are among those held.
+        The queries of a step (a token and its drafts) each count all of their rows; a row that
+        several want is read once.  The newest rows count as held.
         """
         totals = self.totals
         if not totals.wanted or self.on_device:
@@ -120,7 +120,7 @@ class OffloadReport(Report):
 
     @property
     def prefill_basis(self) -> str:
-        """Where the prefill's speed comes from."""
+        """The basis of the speed of prefill."""
         rate = self.options.prefill_tokens_per_s
         if rate is None:
             return "none: prompts come from another device"
@@ -222,7 +222,7 @@ class OffloadReport(Report):
         }
 
     def deployment_dict(self) -> dict[str, Any]:
-        """Where all times come from, and how far outside its table steps were (1: inside)."""
+        """The deployment behind all times, and how far outside its table steps were (1: inside)."""
         deployment = self.deployment
         batch, context = self.beyond
         return {
@@ -239,7 +239,7 @@ class OffloadReport(Report):
         }
 
     def interval_dict(self) -> dict[str, Any] | None:
-        """The 95% intervals of a sampled replay: [low, high], None where they cannot be said."""
+        """The 95% intervals of a sampled replay: [low, high], None where they are not known."""
         found = self.interval
         if found is None:
             return None
@@ -277,13 +277,13 @@ class OffloadReport(Report):
         return found
 
     def slo_dict(self) -> dict[str, Any] | None:
-        """Limits in ms, the share of good requests and whether that is enough; None: no limits."""
+        """Limits in ms, the share of good requests, and whether it is enough; None: no limits."""
         felt, slo = self.latencies, self.latencies.slo
         if slo is None:
             return None
         us = self.totals.end_us
         good: float = felt.good
-        if felt.window_us is not None:  # (those that are not judged are as good as the others)
+        if felt.window_us is not None:  # (requests outside it count as good as those inside)
             good = (felt.attained or 0.0) * self.finished_requests
         return {
             "limits_ms": {name: limit / 1e3 for name, limit in slo.limits.items()},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of an offloaded replay: what is printed of its report."""
+"""The table that is printed of an offloaded replay's report."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def table_of(report: OffloadReport, source: str) -> list[tuple[str, str]]:
 
 
 def _deployment(report: OffloadReport) -> list[tuple[str, str]]:
-    """Which deployment all times come from, where one was named."""
+    """The row that names the deployment behind all times, where one was given."""
     found = report.deployment
     if not found.from_file:
         return []
@@ -129,7 +129,7 @@ def _deployment(report: OffloadReport) -> list[tuple[str, str]]:
 
 
 def _ids(report: OffloadReport) -> list[tuple[str, str]]:
-    """Where the ids came from, unless it is the default generator."""
+    """The row that names the source of the ids, unless it is the default generator."""
     ids = report.ids
     if ids is None or ids.get("source") == MadeIds().source:
         return []
@@ -154,7 +154,7 @@ def _selection(model: ModelProfile) -> str:
 
 
 def _figures_of_a_step(report: OffloadReport) -> str:
-    """Whose step it is, and what its figures rest on."""
+    """Which set-up the figures of a step describe, and their basis."""
     model, table = report.model, report.deployment.table
     if table is not None:
         said = f"{model.note or 'whose is not said'}; {table.basis}: {table.source}"
@@ -181,7 +181,7 @@ def _prefill(report: OffloadReport) -> str:
 
 
 def _beyond_its_prompts(report: OffloadReport) -> str:
-    """Whether the default rate of prefill is used for longer prompts than it is of."""
+    """A note where the default rate of prefill is used for longer prompts than it describes."""
     admitted = max(1, report.finished_requests + report.aborted_requests)
     mean = report.counters.prompt_tokens / admitted
     rate = report.options.prefill_tokens_per_s
@@ -223,7 +223,7 @@ def _peaks(report: OffloadReport) -> str:
 
 
 def _limited(report: OffloadReport) -> str:
-    """Whether the host's blocks are as many as the default memory holds, which is an assumption."""
+    """A note where the number of host blocks comes from the default memory, which is assumed."""
     options = report.options
     held = host_blocks_of(report.model, options.block_size, None)
     if options.host_gib is not None or options.host_blocks != held or held == HOST_BLOCKS:
@@ -232,7 +232,7 @@ def _limited(report: OffloadReport) -> str:
 
 
 def _felt(report: OffloadReport) -> list[tuple[str, str]]:
-    """Latencies, and whether the limits hold."""
+    """The rows of latencies, and whether the limits hold."""
     felt = report.latencies
     queued = "queueing in it"
     if report.options.arrivals == "order":

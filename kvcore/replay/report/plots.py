@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plots of a report's page: each has one scale, labels in words, and units."""
+"""The plots of a report's page; each axis has a label in words with its unit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Plot:
 
 
 def plots_of(objects: Any, report: Mapping[str, Any]) -> Iterator[Plot]:
-    """Those that the report has figures for; ``objects`` is plotly.graph_objects."""
+    """The plots that the report has figures for; ``objects`` is plotly.graph_objects."""
     draw = _Draw(objects, report)
     yield from draw.search()
     yield from draw.batches()
@@ -70,7 +70,7 @@ class _Draw:
         )  # fmt: skip
 
     def _mark(self, figure: Any, axis: str, at: float, text: str) -> None:
-        """A dotted line across the plot, with words at its end."""
+        """Draw a dotted line across the plot, with a text at its end."""
         shown = {"line_dash": "dot", "line_color": "#57606a"}
         if axis == "x":
             figure.add_vline(x=at, **shown)
@@ -162,7 +162,7 @@ class _Draw:
         )  # fmt: skip
 
     def link(self) -> Iterator[Plot]:
-        """What of the host link's time is hidden."""
+        """How much of the host link's time is hidden."""
         times, steps = self._report["model_time_us"], max(1, self._report["steps"])
         if not times["link"]:
             return
@@ -189,7 +189,7 @@ class _Draw:
     # -- latencies
 
     def latencies(self) -> Iterator[Plot]:
-        """Their distributions."""
+        """The distributions of the latencies."""
         limits = (self._report["slo"] or {}).get("limits_ms", {})
         for name, title, reading in (
             ("ttft", "Time to the first token", "From a request's arrival, queueing in it."),

@@ -14,7 +14,7 @@ __all__ = ["Mismatch", "Outcome", "Report"]
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A row that does not hold what it must: whose, which token, and where it lies."""
+    """A row with wrong bytes: its request and token, and where it lies."""
 
     request: int
     position: int
@@ -32,12 +32,11 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a trace, however it was served.
+    """The outcome of a replay, of whatever strategy.
 
-    copied_bytes:     by copy on write.
-    verified_samples: one is a token in one layer, both lanes; each lane that is wrong is a
-                      mismatch.
-    interrupted:      stopped before all requests had left.
+    copied_bytes:     bytes copied because a shared block was written (copy on write).
+    verified_samples: a sample is a token in one layer, both lanes; each wrong lane is a mismatch.
+    interrupted:      whether it was stopped before all requests had left.
     """
 
     total_requests: int
@@ -69,7 +68,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """What came of the samples, as a sentence."""
+        """The result of the samples, as a sentence."""
         if not self.verified_samples:
             return "nothing"
         found = "all right" if self.ok else f"{len(self.mismatches):,} ROWS WRONG"
@@ -85,7 +84,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report(Outcome, ABC):
-    """The figures of a replay: what became of the trace, and what the strategy adds."""
+    """The figures of a replay: its outcome, and what the strategy adds."""
 
     @property
     @abstractmethod

@@ -17,8 +17,8 @@ __all__ = ["ReplayReport"]
 class ReplayReport(Report):
     """What a replay into real caches did.
 
-    written_tokens, written_bytes: given to the operator, recomputed tokens included;
-    copied_bytes: by copy on write, not among them.
+    written_tokens, written_bytes: passed to the operator, recomputed tokens included;
+    copied_bytes: copied on write, not part of written_bytes.
     """
 
     shape: ModelShape
@@ -33,13 +33,13 @@ class ReplayReport(Report):
 
     @property
     def written_tokens(self) -> int:
-        """Tokens given to the operator."""
+        """Tokens passed to the operator."""
         counters = self.counters
         return counters.prefill_tokens + counters.decode_tokens + counters.recomputed_tokens
 
     @property
     def written_bytes(self) -> int:
-        """Bytes given to the operator, all layers and lanes."""
+        """Bytes passed to the operator, of all layers and lanes."""
         return self.written_tokens * self.shape.token_bytes
 
     @property

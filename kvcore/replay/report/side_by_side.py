@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run and its baseline beside each other: the figures by which a reader compares them."""
+"""A run and its baseline side by side: the figures by which a reader compares them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ ROWS: tuple[tuple[str, Callable[[Side], str]], ...] = (
 def side_by_side(figures: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(what, with offload, without) of a report with a baseline; no rows for one without.
 
-    What neither side has is left out.
+    Figures that neither side has are left out.
     """
     other = figures.get("baseline")
     if other is None:

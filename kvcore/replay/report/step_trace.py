@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a run whose operations were not launched, for Perfetto or chrome://tracing."""
+"""A trace of steps whose operations were not launched, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["StepTrace"]
 
 
 class StepTrace:
-    """At most ``max_events`` steps; later ones are counted and not kept."""
+    """A trace of at most ``max_events`` events; later steps are counted and not kept."""
 
     def __init__(self, max_events: int) -> None:
         self._max_events = max_events
@@ -21,7 +21,7 @@ class StepTrace:
         self.dropped: int = 0
 
     def add(self, name: str, end_us: float, us: float, **values: float) -> None:
-        """A span that ends at ``end_us``; its values become counters."""
+        """Add a span that ends at ``end_us``; its values become counters."""
         if len(self._events) + 1 + len(values) > self._max_events:
             self.dropped += 1
             return

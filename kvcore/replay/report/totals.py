@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over the steps of an offloaded replay, and the steps over the model's time."""
+"""Sums over the steps of an offloaded replay, and their course over the model's time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ POINTS = 512
 
 
 class Timeline:
-    """Steps over time, in at most ``2 * POINTS`` points: as they fill up, two become one.
+    """Steps over time, in at most ``2 * POINTS`` points: when all are used, pairs are joined.
 
-    A point: end in us, steps, us a step, hit rate, batch, host blocks in use.
+    A point has its end in us, and of its steps the number and the means of: us a step, hit rate,
+    batch, host blocks in use.
     """
 
     def __init__(self) -> None:
@@ -50,12 +51,12 @@ def _joined(a: list[float], b: list[float]) -> list[float]:
 
 @dataclass(slots=True)
 class OffloadTotals:
-    """Sums over a run; rows are a token in a layer; times are microseconds of the model.
+    """Sums over a run; a row is a token in a layer; times are microseconds of the model.
 
-    decode_us:   of the steps that decode; compute_us, serve_us, exposed_us, link_us, plan_us:
-                 see `StepTimes`; assumed_compute_us: the part of compute that is assumed.
+    decode_us:   time of the steps that decode; serve_us, exposed_us, link_us, plan_us: see
+                 `StepTimes`; assumed_compute_us: the part of compute_us by assumed figures.
     wanted:      rows that the queries of a step want, each query counted by itself.
-    accepted:    tokens generated; written: drafts that did not stand included.
+    accepted:    tokens generated; written: the same with rejected drafts.
     """
 
     steps: int = 0
@@ -100,7 +101,11 @@ class OffloadTotals:
         *,
         sends: bool = True,
     ) -> None:
-        """Add one step; rows: hits, misses, recent, over all layers; sends: to the host."""
+        """Add one step.
+
+        rows:  hits, misses and recent rows, over all layers.
+        sends: whether its new rows go to the host.
+        """
         self.steps += 1
         self.request_steps += batch
         self.accepted += accepted
@@ -148,7 +153,7 @@ class OffloadTotals:
 
 
 def summed(total: float, values: NDArray[np.float64]) -> float:
-    """The total with the values added one after the other: as step by step, to the bit."""
+    """The total with the values added one by one, so that the sum is that of single steps."""
     for value in values.tolist():
         total += value
     return total

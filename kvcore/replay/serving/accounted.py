@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replay that moves no rows itself: the clock's arithmetic adds up what its steps take.
+"""A replay that moves no rows itself: the time of its steps is computed by the clock's arithmetic.
 
-Steps between two events are not walked (`Run`): their contexts, rows and prices are arrays with a
-row a step, and one call of the clock times them.  The sums come out as step by step.
+Steps between two events are not served one by one (`Run`): their contexts, rows and prices are
+arrays with one row a step, and one call of the clock times them.  The sums are the same to the bit.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ Clocked = tuple[
 
 @dataclass(frozen=True, slots=True)
 class RunLoad:
-    """Steps that repeat one another, as they are priced: each request writes one token in each.
+    """Consecutive steps of the same requests, each of which writes one token a step.
 
-    who:        the requests; contexts, ages: int64 [steps, batch], tokens each has, and its steps
-                since it was admitted.
-    compute_us: [steps] of the whole step.
+    who:        the requests.
+    contexts:   int64 [steps, batch] tokens of each request.
+    ages:       int64 [steps, batch] steps of each request since it was admitted.
+    compute_us: [steps] compute time of the whole step.
     """
 
     who: Sequence[Running]
@@ -50,14 +51,15 @@ class RunLoad:
 
 
 class Accounted(Offloaded):
-    """Every request, block and step is accounted for, none of their bytes are there."""
+    """Every request, block and step is counted, and none of their bytes exist."""
 
     how: str
 
     def __init__(self, model: ModelProfile | Deployment, options: OffloadOptions) -> None:
         super().__init__(model, options)
         self._trace = StepTrace(options.max_trace_events)
-        # Steps that are traced are walked, and so are drafts: how many stand differs.
+        # Steps are served one by one where each is traced, and where drafts are made: how many of
+        # these are accepted differs from step to step.
         self.sums_steps: bool = not options.max_trace_events and not options.drafts
 
     @property
@@ -94,11 +96,11 @@ class Accounted(Offloaded):
         """[steps, groups, (hits, misses, recent)] rows of the batch in each step."""
 
     def _looks(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[steps] by how many missed rows of a group a step is looked at; 0: it is not."""
+        """[steps] missed rows of a group by which a step's slope is measured; 0: it is not."""
         return np.zeros(len(rows))
 
     def _seen(self, load: RunLoad, moved: NDArray[np.float64], slopes: NDArray[np.float64]) -> None:
-        """Steps are served; slopes: microseconds by missed row of those that were looked at."""
+        """Note steps that were served; slopes: microseconds a missed row, where it was measured."""
 
     def steps_left(self, step: Step) -> int:
         """Steps until a request that decodes is aborted, at least 1."""
@@ -107,7 +109,7 @@ class Accounted(Offloaded):
         )
 
     def serve_run(self, run: Run) -> int:
-        """Sum up steps that repeat one another; returns how many began before somebody arrives."""
+        """Sum up a run of steps; returns how many of them began before the next arrival."""
         step = run.step
         if not step.decode:
             self.serve(step)
@@ -138,11 +140,11 @@ class Accounted(Offloaded):
     def _time(
         self, run: Run, load: RunLoad, rows: NDArray[np.float64], moved: NDArray[np.float64]
     ) -> tuple[RunTimes, NDArray[np.float64]]:
-        """What the steps take, and the slopes of those that are looked at: less and more missed."""
+        """The times of the steps, and the slopes of some, from steps with fewer and more misses."""
         looked = moved > 0
         entries = np.where(looked, 3, 1)
         of = np.repeat(np.arange(run.count), entries)
-        ends = np.cumsum(entries) - 1  # where each step itself is
+        ends = np.cumsum(entries) - 1  # the entry of each step itself, behind its variations
         looks = np.ones(len(of), np.uint8)
         looks[ends] = 0
         priced, by = rows[of], moved[looked]
@@ -160,7 +162,7 @@ class Accounted(Offloaded):
         return times[looks[: len(times)] == 0], slopes
 
     def _prompts_us(self, run: Run) -> NDArray[np.float64]:
-        """[steps] what computing the prompt tokens of each takes; 0: another device did."""
+        """[steps] microseconds of each step's prompt tokens; 0: another device computes them."""
         if self.options.prefill_tokens_per_s is None:
             return np.zeros(run.count)
         parts = [(start, tokens) for _, start, tokens in run.step.prefill]
@@ -172,13 +174,13 @@ class Accounted(Offloaded):
     def _clocked_run(
         self, rows: NDArray[np.float64], load: RunLoad, of: NDArray[np.int64]
     ) -> Clocked:
-        """Steps as `StepClock.steps` takes them; of: which of the run each is."""
+        """The arguments of `StepClock.steps`; of: the step of the run that each entry is of."""
         batch = len(load.who)
         written = np.full(len(of), float(batch))
         pieces = np.full(len(of), float(self._write_policy.pieces(batch, batch)))
         us = load.compute_us[of]
         if self._in_order:
-            # Each query of a request is served its rows; what several want is read once.
+            # Each query of a request is served its rows; a row that several want is read once.
             wanted = np.minimum(load.contexts + 1, self.model.topk).sum(axis=1)[of]
             rows[:, :, 0] = np.maximum(0.0, wanted[:, None] - rows[:, :, 1])
             rows[:, :, 2] = 0.0
@@ -215,7 +217,7 @@ class Accounted(Offloaded):
             self.timeline.add(now, us, rate, batch, used)
 
     def _feel_run(self, step: Step, states: Sequence[Decoding], times: RunTimes) -> None:
-        """Note which tokens have come out at the ends of the steps."""
+        """Note which output tokens were produced by the ends of the steps."""
         now, felt = times.now_us.tolist(), self.latencies
         for running, start, count in step.prefill:
             if start + len(now) * count >= running.known:
@@ -224,7 +226,7 @@ class Accounted(Offloaded):
         felt.many([state.progress for state in states], now, written)
 
     def verify(self, running: Running, count: int) -> None:
-        """Nothing: there are no bytes of the request."""
+        """Do nothing: the request has no bytes."""
 
     def _last_look(self) -> None:
         self.totals.end_us = self.clock.now

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an offloaded replay draws for a request: which drafts stand, and where it is aborted.
+"""What an offloaded replay draws for a request: accepted drafts, and where it is aborted.
 
-A function of the seed and of the request alone, not of the other requests.
+The draws are a function of the seed and of the request alone, not of the other requests.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["Decoding"]
 
 
 class Decoding:
-    """A request that runs, as an offloaded replay sees it.
+    """The state of a running request in an offloaded replay.
 
-    admitted: the decode engine has it now.
+    admitted: whether the decode engine has it now.
     age:      steps since it was admitted last.
-    progress: of its output; the replay sets it when the request is admitted first.
-    abort_at: tokens at which it is aborted; more than it will have when it is not.
+    progress: progress of its output, set by the replay when the request is first admitted.
+    abort_at: tokens at which it is aborted; more than it can have when it is not.
     """
 
     __slots__ = ("abort_at", "admitted", "age", "draw", "progress")
@@ -34,14 +34,14 @@ class Decoding:
         self.draw: np.random.Generator = np.random.default_rng(
             [0x6465, options.seed, request.index]
         )
-        # Drawn even when nobody is aborted, so that the drafts that follow are the same.
+        # Drawn even when no request is aborted, so that the draws for drafts stay the same.
         aborted, where = self.draw.random(2)
         self.abort_at: int = request.total_tokens + 1
         if aborted < options.abort_share and request.output_length > 1:
             self.abort_at = request.input_length + 1 + int(where * (request.output_length - 1))
 
     def stands(self, tokens: int, accept: float) -> int:
-        """How many of the tokens a step writes will stand: drafts, up to the first rejected."""
+        """How many of a step's tokens are accepted: the first, and drafts to the first rejected."""
         count = 1
         while count < tokens and self.draw.random() < accept:
             count += 1

@@ -22,13 +22,13 @@ __all__ = [
     "host_blocks_of", "ids_of", "weight_bytes",
 ]  # fmt: skip
 
-#: Of the pool on the device; none: the full caches are there, and nothing is offloaded.
+#: Policies of the pool on the device; none: the full caches are there, and nothing is offloaded.
 POLICIES = (*POOL_POLICIES, "none")
 
-#: Of a model that is no deployment's, where nothing is said.
+#: The device of a model without a deployment, where the options name none.
 DEFAULT_DEVICE = "A3"
 GIB = 2**30
-#: Of host memory for one device's blocks by default, and of a whole node: 2 TiB for 16 dies.
+#: GiB of host memory for one device's blocks by default, and of a whole node: 2 TiB for 16 dies.
 #: Assumed: 32 modules of 64 GiB in an Atlas 800T A3.
 HOST_GIB, NODE_GIB = 128.0, 2048.0
 HOST_BLOCKS = 65_536
@@ -36,7 +36,7 @@ MOST_BLOCKS = 2**24
 
 
 def deployment_of(model: ModelProfile | Deployment, options: OffloadOptions) -> Deployment:
-    """What the times of a replay come from: a deployment, or what a model and a device say.
+    """The deployment whose figures give a replay's times: as given, or of a model and a device.
 
     Raises ParamInvalidError for a model that has nothing to offload or no figures of a step, and
     for a device that there are no figures for.
@@ -53,7 +53,7 @@ def deployment_of(model: ModelProfile | Deployment, options: OffloadOptions) -> 
 
 
 def ids_of(deployment: Deployment, options: OffloadOptions) -> MadeIds | RecordedIds | None:
-    """Where a replay's ids come from; None: the generator's defaults.
+    """The source of a replay's ids; None: the generator with its defaults.
 
     Raises ParamInvalidError for a file of ids that is not the model's.
     """
@@ -119,7 +119,7 @@ def host_blocks_of(model: ModelProfile, block_size: int, gib: float | None) -> i
 
 
 def _check_host(model: ModelProfile, options: OffloadOptions) -> None:
-    """Raise for blocks that the host's memory does not hold: what is given, or a whole node's."""
+    """Raise for blocks that exceed the host's memory: as given, or else a whole node's."""
     block = options.block_size * model.row_bytes * model.layers
     gib = NODE_GIB if options.host_gib is None else options.host_gib
     whose = "all that a node has; --host-gib says more" if options.host_gib is None else "host_gib"
@@ -133,7 +133,7 @@ def _check_host(model: ModelProfile, options: OffloadOptions) -> None:
 
 
 def weight_bytes(model: ModelProfile, options: OffloadOptions) -> int | None:
-    """Bytes that weights and activations take on the device; None: nobody said."""
+    """Bytes that weights and activations take on the device; None: not given."""
     gib = options.weights_gib if options.weights_gib is not None else model.weights_gib
     return None if gib is None else int(gib * GIB)
 
@@ -141,7 +141,7 @@ def weight_bytes(model: ModelProfile, options: OffloadOptions) -> int | None:
 def device_blocks(model: ModelProfile, options: OffloadOptions, device: DeviceProfile) -> int:
     """Blocks of the full caches (indexers' and draft layers' too) that the device has room for.
 
-    Raises ParamInvalidError when nobody said what the weights take, or when they leave no room.
+    Raises ParamInvalidError when the size of the weights is not given, or leaves no room.
     """
     weights = weight_bytes(model, options)
     if weights is None:
@@ -183,10 +183,10 @@ def _pool(model: ModelProfile, options: OffloadOptions) -> int:
 def held_bytes(
     deployment: Deployment, options: OffloadOptions, pool: int, requests: int, tokens: int
 ) -> int:
-    """Device memory of requests that have so many tokens together, weights not counted.
+    """Bytes of device memory of requests that have ``tokens`` tokens together, without weights.
 
     Where layers are served in order each has a selection of its own, those that make drafts too,
-    unless the deployment says how many have one; else two layers' selections take turns.
+    unless the deployment says how many have one; else two selections serve all layers in turn.
     """
     model = deployment.model
     if deployment.serve == "in order":
@@ -200,7 +200,7 @@ def held_bytes(
 
 
 def device_bytes(model: ModelProfile, options: OffloadOptions, pool: int, context: int) -> int:
-    """Device memory of a request: its pools, its selection (of two layers), its indexers."""
+    """Bytes of device memory of a request: pools, the selections of two layers, and indexers."""
     selected = 2 * (1 + options.drafts) * model.topk
     recent = 2 * (1 + options.drafts) * model.layers
     rows = pool * model.layers + selected + recent

@@ -22,8 +22,8 @@ __all__ = ["OffloadedInFull"]
 class OffloadedInFull(Offloaded):
     """Rows are planned, served, installed and written; a step takes what the device's clock says.
 
-    The block tables are the scheduler's own, so blocks are shared, copied and given back with their
-    bytes.
+    The block tables are the scheduler's own, so blocks are shared, copied and given back together
+    with their bytes.
     """
 
     def _check_memory(self) -> None:
@@ -48,7 +48,7 @@ class OffloadedInFull(Offloaded):
 
     @property
     def now_us(self) -> float:
-        """The time of the device's clock; the arithmetic's where the engine has another order."""
+        """The time of the device's clock; of `clock` where the deployment serves in order."""
         return self.clock.now if self._in_order else self.real.device.now
 
     def _wait(self, us: float) -> None:
@@ -104,7 +104,7 @@ class OffloadedInFull(Offloaded):
         return us if result is None or self._in_order else result.us
 
     def _traced(self, us: float, batch: int, misses: float) -> None:
-        pass  # the device's trace has every operation
+        pass  # the device's trace holds every operation
 
     # -- leaving ----------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class OffloadedInFull(Offloaded):
             self.real.engine.preempt_blocking(running.request.index)
 
     def leaving(self, running: Running, *, finished: bool) -> None:
-        """Let the engine end what it does for the request."""
+        """End the engine's work for the request."""
         if self._decoding[running.request.index].admitted:
             engine = self.real.engine
             leave = engine.evict_blocking if finished else engine.abort_blocking
@@ -127,7 +127,7 @@ class OffloadedInFull(Offloaded):
         self.real.rows.drop(running.request.index)
 
     def verify(self, running: Running, count: int) -> None:
-        """Compare rows on the host, once what is on its way there has come."""
+        """Compare rows on the host, once all copies to it have arrived."""
         if self.options.prefill_tokens_per_s is not None:
             self.real.device.synchronize_blocking()
         draw = self._verify_draw

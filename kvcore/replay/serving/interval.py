@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How sure a sampled replay is: 95% intervals of the hit rate and of the time of a step.
 
-They are of the sample alone, with the workload fixed: what another sample of as many requests
-would have said.  The delete-one jackknife: the figure is worked out again without each sampled
-request in turn, and the spread of these says how far it would move.  The time of a step follows
-the misses by the slope that was met on the way (`Usage`).
+They describe the sampling alone, with the workload fixed: how far the figures of another sample of
+as many requests would lie from these.  They are made by the delete-one jackknife: the figure is
+computed again without each sampled request in turn, and the spread of the results gives its
+variance.  The time of a step follows the misses by the slope that was measured during the run
+(`Usage`).
 
 Two more parts enter, each with its sign unknown.  Requests take the shares of a class of contexts
-and ages, so the figure is worked out again with classes twice as wide, and the half-width grows by
-what that moves it.  And the time of a step is `StepClock`'s arithmetic, which is within `CLOCK` of
-the engine's own clock: tests hold it there.
-Where all requests and all layers are in the sample no row is estimated, and that part alone is
-left.
+and ages, so the figure is computed again with classes twice as wide, and the half-width grows by
+the change.  And the time of a step is `StepClock`'s arithmetic, which lies within `CLOCK` of the
+engine's own clock, as tests show.  Where all requests and all layers are in the sample no row is
+estimated, and only that last part is left.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvcore.replay.serving.miss_table import (
 
 __all__ = ["FEWEST", "Interval", "Usage", "interval_of", "quantile"]
 
-#: Fewer sampled requests say too little of their own spread.
+#: With fewer sampled requests their spread is not known well enough for an interval.
 FEWEST = 8
 #: How far the arithmetic of a step is from the clock of launched operations, at most.
 CLOCK = 0.01
@@ -41,9 +41,9 @@ NORMAL = 1.959963984540054  # 97.5% of a normal distribution
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Half-widths of the 95% intervals; None: too few requests to say.
+    """Half-widths of the 95% intervals; None: there are too few sampled requests.
 
-    requests: of the sample; of: all there are.
+    requests: requests in the sample; of: requests of the trace.
     """
 
     requests: int
@@ -53,7 +53,7 @@ class Interval:
 
 
 class Usage:
-    """What the replay took from each class, and what a miss there costs.
+    """The rows that the replay took from each class, and the cost of a miss there.
 
     wanted: [classes] rows that requests of the class wanted, over the run.
     """
@@ -66,13 +66,13 @@ class Usage:
     def add(
         self, places: NDArray[np.int64], wanted: NDArray[np.int64], slope: float | None
     ) -> None:
-        """Requests of steps; slope: microseconds by missed row, None: they were not looked at."""
+        """Add requests of steps; slope: microseconds a missed row, None where not measured."""
         np.add.at(self.wanted, places, wanted)
         if slope is not None:
             self.add_slope(places, wanted, slope)
 
     def add_slope(self, places: NDArray[np.int64], wanted: NDArray[np.int64], slope: float) -> None:
-        """What a missed row costs in a step that was looked at."""
+        """Add the microseconds of a missed row in a step where they were measured."""
         np.add.at(self._slope, places, slope * wanted)
         np.add.at(self._sloped, places, wanted)
 
@@ -91,7 +91,7 @@ def interval_of(
     """The interval of a run.
 
     step_us: mean of a step; requests: of the trace.
-    complete: every group of the sampled requests was real.
+    complete: whether every group of the sampled requests was real.
     """
     n = table.samples
     if n == requests and complete:

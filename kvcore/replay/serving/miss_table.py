@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests that are only accounted for miss, by what the sampled ones missed.
+"""The misses of requests that are only counted, estimated from those of the sampled ones.
 
 A pool belongs to one request and group, so what a request misses depends on its own ids: on how
 many tokens it has (a context below the pool's size misses little) and for how many steps it has
@@ -25,26 +25,26 @@ CLASSES = CONTEXTS * AGES
 class MissTable:
     """Shares of hits, misses and recent rows by class of context and age.
 
-    `learn` the sample's selections, `settle` once, then ask for `shares`.
+    First `learn` the sample's selections, then `settle` once, then read `shares`.
     """
 
     def __init__(self) -> None:
         self._own: dict[int, dict[int, NDArray[np.float64]]] = {}
         self.totals: NDArray[np.float64] = np.zeros((CLASSES, 4))  # wanted, hits, misses, recent
         self.nearest: NDArray[np.int64] = np.zeros(CLASSES, np.int64)
-        # What is asked for, once it is settled: by class, and of each sampled request.
+        # What `shares` returns once the table is settled: by class, and of each sampled request.
         self._shares = shares_of(self.totals)
         self._own_shares: dict[int, tuple[NDArray[np.int64], NDArray[np.float64]]] = {}
 
     @property
     def samples(self) -> int:
-        """Sampled requests that have taught something."""
+        """The number of sampled requests that the table has learned from."""
         return len(self._own)
 
     def learn(
         self, request: int, context: int, age: int, wanted: int, rows: NDArray[np.float64]
     ) -> None:
-        """A real selection: hits, misses and recent rows of ``wanted``, repeats counted."""
+        """Add a real selection: hits, misses and recent rows of ``wanted``, repeats counted."""
         place = int(classes_of(np.array([context]), np.array([age]))[0])
         own = self._own.setdefault(request, {})
         seen = own.setdefault(place, np.zeros(4))
@@ -57,7 +57,7 @@ class MissTable:
         return self._own
 
     def settle(self) -> None:
-        """Sum up what was learned, in an order that does not hang on who was served first."""
+        """Sum up what was learned, in an order that does not depend on the order of serving."""
         for _, own in sorted(self._own.items()):
             for place, seen in own.items():
                 self.totals[place] += seen
@@ -100,7 +100,10 @@ class MissTable:
         return found
 
     def without_each(self) -> Iterator[NDArray[np.float64]]:
-        """[CLASSES, 4] the totals without each sampled request in turn: read each at once."""
+        """[CLASSES, 4] the totals without each sampled request in turn.
+
+        All are the same array: use one before the next is taken.
+        """
         rest = self.totals.copy()
         for _, own in sorted(self._own.items()):
             places = list(own)
@@ -119,7 +122,7 @@ def shares_of(rows: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def nearest_of(places: NDArray[np.int64], known: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each class the nearest of those that are known, of which there is one at least."""
+    """For each class the nearest of the known classes, of which there must be at least one."""
     # The age first: an empty pool and a filled one differ more than two lengths do.
     distance = 16 * np.abs(places[:, None] % AGES - known % AGES) + np.abs(
         places[:, None] // AGES - known // AGES

@@ -2,14 +2,14 @@
 """Serve a trace with the full cache on the host of a modelled device.
 
 The strategies share what is here: schedule, accepted drafts, aborts, ids, bytes and the compute
-time of a step are the same in both.  They differ in who is real:
+time of a step are the same in all of them.  They differ in which requests are real:
 
 `OffloadedInFull`   every request and layer: rows are planned, served, installed and written by the
                     decode engine on the model clock (`in_full`).
 `OffloadedSampled`  a seeded sample of requests and layers, without a clock: the others are
                     estimated (`sampled`).
-`OnDevice`          nobody: the baseline without offload (`on_device`).
-`Tiered`            nobody: the same, with slower tiers for the blocks of prompts (`tiered`).
+`OnDevice`          none: the baseline without offload (`on_device`).
+`Tiered`            none: the same, with slower tiers for the blocks of prompts (`tiered`).
 """
 
 from __future__ import annotations
@@ -52,16 +52,18 @@ from kvcore.runtime.profile import DeviceProfile
 __all__ = ["Offloaded", "StepLoad"]
 
 ALL_TOKENS = 2**62
-MAX_ARRIVAL_MS = 1e9  # eleven days: what a stream waits at one time
+MAX_ARRIVAL_MS = 1e9  # eleven days: the longest single wait of a stream
 
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """A step that decodes, as it is priced.
+    """A step that decodes, with all that its price depends on.
 
-    who:        the requests; contexts, tokens: int64, what each has and writes; stands: how many
-                of these tokens will stand.
-    compute_us: of the whole step.
+    who:        the requests.
+    contexts:   int64 [batch] tokens that each request has.
+    tokens:     int64 [batch] tokens that each writes.
+    stands:     how many of these are accepted.
+    compute_us: compute time of the whole step.
     """
 
     who: Sequence[Running]
@@ -75,9 +77,9 @@ class Offloaded(Strategy[OffloadReport]):
     """What the strategies have in common.
 
     totals, timeline: sums over the steps, and the steps over the model's time.
-    real:             what the decode engine serves, a sample or all.
-    groups:           of layers that move the same rows.
-    ids:              where the rows that a step wants come from; None: the default generator.
+    real:             the requests that the decode engine serves, a sample or all.
+    groups:           groups of layers that move the same rows.
+    ids:              source of the ids that a step selects; None: the default generator.
     sends_to_host:    whether rows go to the host at all.
     loads:            whether blocks of a prompt come from elsewhere (`_load`).
     Raises ParamInvalidError for what cannot be served, DeviceOutOfMemoryError for caches that do
@@ -106,7 +108,7 @@ class Offloaded(Strategy[OffloadReport]):
         self._compute = ComputeTime(self.deployment, options.drafts)
         self._prompts = PrefillTime(self.model, options.prefill_tokens_per_s or math.inf)
         self._in_order = self.deployment.serve == "in order"
-        #: Beside the compute time of a step whose rows are read ahead.
+        #: Added to the compute time of a step whose rows are read ahead.
         self._plan_us = self.deployment.own("plan_group") * len(self.model.groups)
         # A model without a top-k has no groups: all of its layers are alike.
         self.groups: tuple[tuple[int, ...], ...] = self.model.groups or (
@@ -155,18 +157,18 @@ class Offloaded(Strategy[OffloadReport]):
         )
         return self._scheduler
 
-    # -- what the two do in their own way ---------------------------------------------------
+    # -- what each strategy does in its own way -----------------------------------------------
 
     def _num_blocks(self) -> int:
         """Blocks of the pool that the requests share."""
         return self.options.host_blocks
 
     def _pool(self) -> BlockPool:
-        """That pool."""
+        """The pool that the requests share."""
         return BlockPool(self._num_blocks())
 
     def _load(self, running: Running, found: int) -> bool:
-        """Whether blocks of a request come from elsewhere, beside those that were found."""
+        """Whether blocks of a request are loaded from elsewhere, besides the ``found`` ones."""
         raise NotImplementedError
 
     def _held(self, load: StepLoad) -> int:
@@ -188,11 +190,11 @@ class Offloaded(Strategy[OffloadReport]):
 
     @abstractmethod
     def _wait(self, us: float) -> None:
-        """Let the device do nothing for so long."""
+        """Let the device do nothing for ``us`` microseconds."""
 
     @abstractmethod
     def _prefill(self, step: Step, count: int, us: float | None) -> None:
-        """Compute ``count`` prompt tokens of the step in ``us``; None: another device did."""
+        """Compute the step's ``count`` prompt tokens in ``us``; None: another device did."""
 
     @abstractmethod
     def _move(
@@ -202,11 +204,11 @@ class Offloaded(Strategy[OffloadReport]):
 
     @abstractmethod
     def _step_us(self, result: StepResult | None, us: float) -> float:
-        """How long a step took; ``us`` by the arithmetic of `StepClock`."""
+        """Microseconds that a step took; ``us`` is the time by the arithmetic of the clock."""
 
     @abstractmethod
     def _traced(self, us: float, batch: int, misses: float) -> None:
-        """A step that decodes has ended now."""
+        """Trace a step that decodes and has ended now."""
 
     @abstractmethod
     def save_trace(self, path: str) -> int:
@@ -237,7 +239,7 @@ class Offloaded(Strategy[OffloadReport]):
         state.age = 0
 
     def serve(self, step: Step) -> list[int]:
-        """Prefill and decode what the step says; returns how many tokens of each stand."""
+        """Prefill and decode what the step says; returns the number of accepted tokens of each."""
         if step.prefill:
             rate, totals = self.options.prefill_tokens_per_s, self.totals
             count = sum(part[2] for part in step.prefill)
@@ -256,7 +258,7 @@ class Offloaded(Strategy[OffloadReport]):
         return accepted
 
     def _feel(self, step: Step, accepted: Sequence[int]) -> None:
-        """Note which tokens have come out at the end of the step."""
+        """Note which output tokens were produced by the end of the step."""
         now, felt = self.now_us, self.latencies
         for running, start, count in step.prefill:
             if start + count >= running.known:
@@ -308,11 +310,11 @@ class Offloaded(Strategy[OffloadReport]):
     def _clocked(
         self, rows: NDArray[np.float64], load: StepLoad
     ) -> tuple[NDArray[np.float64], float, float, float, float]:
-        """A step as `StepClock.step` takes it."""
+        """The arguments of `StepClock.step` for a step."""
         written = int(load.tokens.sum())
         pieces = self._write_policy.pieces(written, len(load.who))
         if self._in_order:
-            # Each query of a request is served its rows; what several want is read once.
+            # Each query of a request is served its rows; a row that several want is read once.
             topk = self.model.topk
             wanted = float((load.tokens * np.minimum(load.contexts + load.tokens, topk)).sum())
             rows = rows.copy()
@@ -320,19 +322,19 @@ class Offloaded(Strategy[OffloadReport]):
         return rows, written, written, pieces, self._layer_us(load)
 
     def _layer_us(self, load: StepLoad) -> float:
-        """What a layer computes; where rows are read ahead, planning them is part of it."""
+        """Microseconds that a layer computes; planning is part of it where rows are read ahead."""
         us = load.compute_us if self._in_order else load.compute_us + self._plan_us
         return us / self.model.layers
 
     # -- leaving ----------------------------------------------------------------------------
 
     def is_aborted(self, running: Running) -> bool:
-        """Whether the request has come to where it is aborted."""
+        """Whether the request has reached the token at which it is aborted."""
         state = self._decoding.get(running.request.index)
         return state is not None and running.written >= state.abort_at
 
     def _preempted(self, running: Running) -> None:
-        """Before its blocks are given back: what it wrote must be on the host."""
+        """Called before its blocks are given back: what it wrote must be on the host by then."""
 
     def left(self, running: Running, *, finished: bool) -> None:
         """Forget the request."""
@@ -347,23 +349,23 @@ class Offloaded(Strategy[OffloadReport]):
             self.real.close()
 
     def _last_look(self) -> None:
-        """The device is about to be left: note what it alone can say."""
+        """Note the figures that only the open device has; it is closed next."""
 
     # -- reporting --------------------------------------------------------------------------
 
     @property
     def verified(self) -> int:  # type: ignore[override]
-        """Samples compared so far."""
+        """The number of samples compared so far."""
         return self.real.verified
 
     @property
     def mismatches(self) -> list[Mismatch]:  # type: ignore[override]
-        """Rows of them that were wrong."""
+        """Rows of these samples that were wrong."""
         return self.real.mismatches
 
     @property
     def interval(self) -> Interval | None:
-        """How sure the figures are; None where nothing was estimated."""
+        """The 95% intervals of the figures; None where nothing was estimated."""
         return None
 
     def _ids_report(self) -> dict[str, Any] | None:

@@ -61,19 +61,19 @@ class OnDevice(Accounted):
 
     @property
     def verified(self) -> int:  # type: ignore[override]
-        """Nothing is moved, so nothing is verified."""
+        """Zero: nothing is moved, so nothing is verified."""
         return 0
 
     @property
     def mismatches(self) -> list[Mismatch]:  # type: ignore[override]
-        """None."""
+        """Empty, since nothing is verified."""
         return []
 
     def _ids_report(self) -> dict[str, Any] | None:
         return None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Note the last figures; there is nothing to give back."""
         if not self._closed:
             self._closed = True
             self._last_look()

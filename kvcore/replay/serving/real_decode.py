@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of a replay that are real: caches, device, prefill and decode engine.
+"""The real requests of a replay: caches, device, prefill and decode engine.
 
-``full`` gives every request and layer to it, with the block tables of the scheduler, on the model
-clock; ``sampled`` some requests and layers, each with blocks of its own, without a clock.
+With fidelity ``full`` every request and layer is real, with the block tables of the scheduler, on
+the model clock.  With ``sampled`` some requests and layers are, each with blocks of its own and
+without a clock.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def check_host_memory(
 
 
 class _WriteStaging:
-    """A layer's computation, as far as the cache sees it: rows into a staging buffer."""
+    """The part of a layer's computation that writes its rows into a staging buffer."""
 
     workspace_size = 0
 
@@ -87,11 +88,12 @@ class RealDecode:
     """Real layers of real requests.
 
     layers: ids of the real layers; groups: the groups of layers that the engine plans.
-    blocks: of the full caches.
-    places: real requests at a time.
-    timed:  on the model clock, prefill through the ring; else plain memory and no clock.
-    ids:    which generator makes the ids; None: the default one.
-    groups_of: the numbers under which a request asks for the ids of the groups, where they are
+    blocks: blocks of the full caches.
+    places: the most real requests at a time.
+    timed:  True: on the model clock, with prefill through the ring of staging buffers; False:
+            plain memory and no clock.
+    ids:    the source of the ids; None: the default generator.
+    groups_of: the numbers under which a request asks for the ids of its groups, where they are
             not those of ``groups``.
     served_samples: served rows to verify; None: half of ``verify_samples``.
     Raises DeviceOutOfMemoryError for caches that do not fit this machine.
@@ -194,14 +196,14 @@ class RealDecode:
             self._ring.hand_over(staging, table, first=first, count=count)
 
     def order_prompts(self) -> None:
-        """What was prefilled is read by the next step: behind its copies."""
+        """Let the next step read prefilled rows only after their copies to the host."""
         streams = self.engine.streams
         streams["h2d"].wait_event(streams["d2h"].record_event())
 
     def place(
         self, request: TraceRequest, table: NDArray[np.int64], first: int, count: int
     ) -> None:
-        """Put rows of a prompt on the host at no cost: another device computed them."""
+        """Put rows of a prompt on the host, taking no model time: another device computed them."""
         self.rows.add(request)
         if not count:
             return
@@ -231,7 +233,7 @@ class RealDecode:
     ) -> StepResult:
         """Decode one step of these requests.
 
-        tokens: positions each writes; stands: how many of them will be accepted.
+        tokens: the number of positions each writes; stands: how many of them will be accepted.
         """
         self._step += 1
         for index in who:
@@ -249,7 +251,7 @@ class RealDecode:
         return self.rows.select(request, number, tokens, self._queries[request])
 
     def _attend(self, given: AttentionInput) -> None:
-        # On a worker: one row of one request a call, while there are samples left.
+        # This runs on a worker.  It checks one row of one request a call, while samples are left.
         if self._served_budget <= 0 or not given.requests:
             return
         pick = (self._step * 0x9E3779B1 + given.layer * 0x85EBCA77) & 0xFFFFFFFF
@@ -278,7 +280,7 @@ class RealDecode:
         positions: Sequence[int],
         draw: np.random.Generator,
     ) -> None:
-        """Compare rows on the host with what they must be."""
+        """Compare rows on the host with their expected bytes."""
         for position in positions:
             layer = self.layers[int(draw.integers(len(self.layers)))]
             place, row = divmod(position, self._options.block_size)

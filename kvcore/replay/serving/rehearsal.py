@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampled requests, served for real before the replay begins.
 
-What a request misses depends on its own ids and on nobody else: its pools are its own.  So the
-sample is served first, a few requests at a time and without a clock, each from its prompt to its
-end; the replay then knows from its first step on what everybody misses.  Were the sample served
-when its requests' turn comes, the first steps would have nothing to go by.
+What a request misses depends on its own ids and on no other request, since its pools are its own.
+So the sample is served first, a few requests at a time and without a clock, each from its prompt to
+its end; from its first step on the replay then has shares of misses for all requests.  If the
+sample were served in the order of the schedule, the first steps would have no shares to use.
 
 For the same reason the sample may be served in parts, each in a process of its own: together they
-learn what one would.
+learn what one process would.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from kvcore.runtime.profile import DeviceProfile
 __all__ = ["Elsewhere", "Learned", "Rehearsal", "most_bytes"]
 
 PLACES = 4
-#: Blocks for all of them together, by those of the longest request.
+#: Blocks for all requests together, as a multiple of those of the longest request.
 BLOCKS = 1.5
 
 
 @dataclass(slots=True)
 class _Served:
-    """A request in a place: how far it is."""
+    """A sampled request that is being served, and its progress."""
 
     running: Running
     state: Decoding
@@ -55,9 +55,10 @@ class _Served:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What a part of the sample taught: `MissTable.learned`, the rows it moved and verified.
+    """What was learned from a part of the sample, and the rows it moved and verified.
 
-    recorded, made: selections that were read, and that were made.
+    shares: `MissTable.learned`.
+    recorded, made: selections whose ids were read from a recording, and made by the generator.
     """
 
     shares: dict[int, dict[int, NDArray[np.float64]]]
@@ -69,10 +70,10 @@ class Learned:
 
 
 class Elsewhere(Protocol):
-    """Where the other part of the sample is served."""
+    """A process that serves the other part of the sample."""
 
     def learned(self) -> Learned | None:
-        """What it taught; None when it has not ended after a short wait."""
+        """What was learned there; None when it has not ended after a short wait."""
 
 
 def most_bytes(model: ModelProfile, options: OffloadOptions, pool: int, longest: int) -> int:
@@ -93,9 +94,10 @@ class Rehearsal:
 
     real:  caches and engine, closed with the last request or by `close`.
     rows:  rows moved so far.
-    ids:   which generator makes the ids; None: the default one.
-    part:  (number, of how many): each so many-th request of the sample from that one on.
-    elsewhere: where the other part is served, of two.
+    ids:   the source of the ids; None: the default generator.
+    part:  (number, parts): serve requests number, number + parts, number + 2 * parts, ... of the
+           sample.
+    elsewhere: the process that serves the other of two parts.
     Raises DeviceOutOfMemoryError for caches that do not fit this machine.
     """
 
@@ -170,7 +172,7 @@ class Rehearsal:
 
     @property
     def learned(self) -> Learned:
-        """What it taught so far."""
+        """What was learned so far."""
         real = self.real
         return Learned(
             self.table.learned, self.rows, real.verified, real.mismatches, real.rows.recorded,
@@ -248,7 +250,7 @@ class Rehearsal:
         self._free_blocks += served.table[::-1].tolist()
 
     def _verify(self, served: _Served) -> None:
-        """Compare the request's share of the samples on the host with what they must be."""
+        """Compare the request's share of the samples on the host with their expected bytes."""
         request = served.running.request
         draw = np.random.default_rng([0x7666, self._options.seed, request.index])
         positions = sample_positions(draw, served.running, self._samples[request.index])

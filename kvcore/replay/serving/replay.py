@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a request trace: one loop, whatever has the bytes and the clock.
+"""Serve a request trace: one loop for all strategies.
 
-Each step the scheduler says who is admitted, prefilled, decoded and preempted, over a pool of
-blocks.  The strategy writes the bytes, or accounts for them, and says how many tokens stand.  When
-a request is finished, and before its blocks are given back, rows of it are compared with what they
-must be.
+In each step the scheduler decides which requests are admitted, prefilled, decoded and preempted,
+over a pool of blocks.  The strategy writes the bytes, or counts them, and returns the number of
+accepted tokens.  When a request is finished, and before its blocks are given back, rows of it are
+compared with their expected bytes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Replay(Generic[R]):
         self._copied_bytes = 0
         self.scheduler: Scheduler = serving.begin(requests)
 
-    # -- how far it is --------------------------------------------------------------------
+    # -- progress -------------------------------------------------------------------------
 
     @property
     def seen_tokens(self) -> int:
@@ -150,7 +150,7 @@ class Replay(Generic[R]):
     def step(self) -> bool:
         """Prepare, or plan, serve and check one step; False when there is nothing left to do.
 
-        Where the strategy sums steps, those that repeat the planned one are done with it.
+        Where the strategy sums steps, a whole run of steps like the planned one is served at once.
         """
         serving, scheduler, times = self.serving, self.scheduler, self.serving.times
         if serving.prepare():
@@ -190,7 +190,7 @@ class Replay(Generic[R]):
         serving.leaving(running, finished=finished)
         if finished:
             begin = perf_counter_ns()
-            # Request number i of n takes its share of the samples, so that they come out even.
+            # The samples are shared out evenly over the requests, in the order they finish.
             share, before = (
                 serving.verify_samples * done // self._num_requests
                 for done in (self._finished + 1, self._finished)
@@ -233,9 +233,10 @@ class OffloadReplay(Replay[OffloadReport]):
     ) -> None:
         if not isinstance(options, OffloadOptions):
             fail("options", "OffloadOptions", type(options).__name__)
+        # An unknown fidelity is refused by OffloadedSampled.
         strategy: type[Accounted] | type[OffloadedInFull] = OFFLOADED.get(
             str(options.fidelity), OffloadedSampled
-        )  # which refuses it
+        )
         if options.tiers is not None:
             strategy = Tiered
         elif options.policy == "none":

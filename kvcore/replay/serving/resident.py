@@ -46,7 +46,7 @@ def slot_mapping(
     """[tokens] the slot of each token: block * size + row, the block from the block table.
 
     tables:    [requests, places] block of each place.
-    rows:      [tokens] whose token it is.
+    rows:      [tokens] the row of ``tables`` of the request whose token it is.
     positions: [tokens] its position in the request.
     size:      tokens of a block.
     """
@@ -72,7 +72,7 @@ class ResidentOptions(TypedDict, total=False):
 class _Contents(NamedTuple):
     """What the prompts of the running requests hold, by row of the block tables.
 
-    words:  uint64 [row, 512-token block]; what is generated comes last.
+    words:  uint64 [row, 512-token block] of the prompt; then one for all generated tokens.
     prompt: int64 [2, row]: tokens, blocks.
     """
 
@@ -95,7 +95,7 @@ class _Contents(NamedTuple):
 class Resident(Strategy[ReplayReport]):
     """Real caches of every layer, in the memory of this machine.
 
-    shape:          what a token's cache entry is.
+    shape:          the cache entry of a token.
     num_blocks, block_size, layout: the caches (of every layer).
     max_batch:      requests that run at a time; chunk_tokens: prompt tokens of a step.
     seed:           of the tokens' bytes and of the samples.
@@ -135,7 +135,7 @@ class Resident(Strategy[ReplayReport]):
         self.shape, self.seed = shape, check_integer("seed", seed, 0, 2**64 - 1)
         self.verify_samples: int = check_integer("verify_samples", verify_samples, 0)
         self.times, self.verified, self.mismatches = Timings(), 0, []
-        # First, since this is what refuses more blocks than the machine can have.
+        # These come first, since they refuse more blocks than the machine's memory holds.
         self.caches: PagedCaches = PagedCaches(shape, num_blocks, block_size, layout)
         self.pool: BlockPool = BlockPool(num_blocks)
         self._max_batch, self._chunk = max_batch, chunk_tokens

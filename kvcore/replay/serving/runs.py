@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step and those that repeat it: what lies between two events of a schedule.
+"""A run: the steps between two events of a schedule, which repeat one another.
 
-Between an arrival, an end, the last chunk of a prompt, a preemption and an abort the batch is the
-same.  Each step then writes one more token of each request that decodes and one more whole chunk of
-the oldest prompt.  New blocks are taken at block boundaries, in the order in which step after step
-would take them.  So a strategy can sum such steps, and the scheduler commits them together.
+Between two events (an arrival, an end, the last chunk of a prompt, a preemption, an abort) the
+batch stays the same.  Each step then writes one more token of each request that decodes and one
+more whole chunk of the oldest prompt.  New blocks are taken at block boundaries, in the order in
+which single steps would take them.  So a strategy can sum such steps, and the scheduler commits
+them together.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_STEPS", "Run", "run_of"]
 
-#: So that progress moves and memory is bounded.
+#: The longest run, so that progress is shown often and memory stays bounded.
 MOST_STEPS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A planned step, and how often it can be done.
+    """A planned step, and how often it can be repeated.
 
-    count:    steps, the planned one among them.
-    new:      (step, place among those that decode) where a block is needed, in order; those of the
-              planned step are taken already.
+    count:    number of steps, the planned one included.
+    new:      (step, place among the decoding requests) of each block that is needed, in order;
+              those of the planned step are taken already.
     used:     int64 [count] blocks that are held in each step.
-    until_ms: no step but the first begins at that time or later: somebody arrives.
-    awaits_blocks: the head of the queue is there, and the pool has no blocks for it.
+    until_ms: when the next request arrives: no step but the first begins then or later.
+    awaits_blocks: whether the head of the queue has arrived and the pool lacks blocks for it.
     """
 
     step: Step
@@ -46,9 +47,9 @@ class Run:
 
 
 def run_of(scheduler: Scheduler, step: Step, most: int, now_ms: float | None) -> Run:
-    """The run that a step begins, which was planned and is not committed.
+    """The run that begins with a step that was planned and not committed.
 
-    most: steps until something happens that the scheduler does not know of, at least 1.
+    most: steps until an event that the scheduler does not know of, such as an abort; at least 1.
     """
     count = min(most, MOST_STEPS, _steps_of_chunk(scheduler, step))
     until_ms, awaits_blocks = math.inf, False
@@ -57,7 +58,8 @@ def run_of(scheduler: Scheduler, step: Step, most: int, now_ms: float | None) ->
         if arrives is not None and now_ms is not None and arrives > now_ms:
             until_ms = arrives
         elif arrives is not None:
-            # Blocks only become fewer before somebody leaves: who does not fit now will not.
+            # Until a request leaves, free blocks only become fewer, so a head that does not fit now
+            # does not fit later in the run.
             awaits_blocks = not scheduler.head_fits()
             count = count if awaits_blocks else 1
     count = min([count, *(r.request.total_tokens - r.written for r in step.decode)])

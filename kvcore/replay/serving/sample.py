@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is in the sample: requests of all lengths, and of each some of its groups of layers.
+"""Drawing the sample: requests of all lengths, and some groups of layers of each.
 
-The sample has a seed of its own (``sample_seed``): another one asks the same workload again.
+The sample has a seed of its own (``sample_seed``): with another one, another sample of the same
+workload is drawn.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ __all__ = ["GroupSample", "draw_groups", "draw_requests"]
 
 
 def draw_requests(requests: Sequence[TraceRequest], options: OffloadOptions) -> list[TraceRequest]:
-    """One request of each of as many classes of length as the sample has requests.
+    """One request from each of as many classes of length as the sample has requests.
 
-    The classes have equal sizes (to one request), so each request stands for as many others.
+    The classes have equal sizes, to one request, so each drawn request stands for equally many.
     """
     count = min(options.sample_requests, len(requests))
     draw = np.random.default_rng([0x7361, options.sample_seed])
@@ -33,13 +34,13 @@ def draw_requests(requests: Sequence[TraceRequest], options: OffloadOptions) -> 
 
 @dataclass(frozen=True, slots=True)
 class GroupSample:
-    """Groups of layers of one request: their numbers, and what each weighs among them."""
+    """The sampled groups of layers of one request: their numbers, and their weights in a mean."""
 
     numbers: tuple[int, ...]
     weights: NDArray[np.float64]
 
     def mean(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Rows of a layer on average, of rows [kinds, groups]."""
+        """The weighted mean over the groups of rows [kinds, groups]: the mean rows of a layer."""
         found: NDArray[np.float64] = rows @ self.weights
         return found
 
@@ -47,7 +48,7 @@ class GroupSample:
 def draw_groups(
     sizes: Sequence[int], count: int, options: OffloadOptions, index: int
 ) -> GroupSample:
-    """``count`` groups of a request, with chances that go by the layers of each.
+    """Draw ``count`` groups of a request, with chances in proportion to the layers of each.
 
     sizes: layers of each group.  The weights undo the chances, so that the mean over the groups
     stands for the mean over the layers.
@@ -58,7 +59,7 @@ def draw_groups(
     chance = _chances(layers, count)
     certain = np.flatnonzero(chance == 1)
     others = draw.permutation(np.flatnonzero(chance < 1))
-    # Systematic: the group in which each of the marks falls, which are a distance of 1 apart.
+    # Systematic sampling: take the group that each mark falls into; marks lie 1 apart.
     marks = draw.random() + np.arange(count - len(certain))
     fallen = np.searchsorted(np.cumsum(chance[others])[:-1], marks, side="right")
     chosen = np.sort(np.concatenate([certain, others[fallen]]))

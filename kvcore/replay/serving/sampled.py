@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offload sampled: some requests and layers are real, the others are estimated by them.
+"""Offload sampled: some requests and layers are real, the others are estimated from them.
 
 A seeded sample of requests and layers is served by the decode engine before the replay, without a
-clock (`Rehearsal`).  In the replay everybody takes what the sample missed (`MissTable`),
-`StepClock` adds up what a step takes, and at its end `interval_of` says how sure that is.
+clock (`Rehearsal`).  In the replay all requests take their shares of misses from the sample
+(`MissTable`), the clock computes the time of each step, and `interval_of` gives the intervals of
+the figures.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvcore.replay.traces.reader import TraceRequest
 
 __all__ = ["OffloadedSampled"]
 
-#: One step of so many is looked at for what a miss costs, and by how much its misses are moved.
+#: The cost of a miss is measured in one step of so many, with its misses moved by this share.
 LOOK_EVERY = 8
 MOVED = 0.05
 
@@ -37,9 +38,9 @@ MOVED = 0.05
 class OffloadedSampled(Accounted):
     """The sample is served first; the replay itself moves no rows.
 
-    rehearsal: of the same requests and options but for their arrivals, served to its end by
-               another replay; None: the sample is served by this one.
-    part, elsewhere: as `Rehearsal` has them.
+    rehearsal: one that another replay has served to its end, of the same requests and options
+               except for arrivals; None: this replay serves the sample.
+    part, elsewhere: arguments of `Rehearsal`.
     """
 
     how = "sampled"
@@ -108,7 +109,7 @@ class OffloadedSampled(Accounted):
             self._usage.add_slope(places[n], wanted[n], slope)
 
     def _slope(self, load: StepLoad, rows: NDArray[np.float64]) -> float | None:
-        """Microseconds of this step by row that a group misses, when it is looked at."""
+        """Microseconds of this step for each row that a group misses, where that is measured."""
         if self.totals.steps % LOOK_EVERY or not rows[0, 1]:
             return None
         moved = min(MOVED * rows[0, 1], rows[0, 0])
@@ -123,7 +124,7 @@ class OffloadedSampled(Accounted):
 
     @property
     def interval(self) -> Interval:
-        """How sure the figures are."""
+        """The 95% intervals of the figures."""
         return interval_of(
             self.rehearsal.table,
             self._usage,
@@ -134,7 +135,7 @@ class OffloadedSampled(Accounted):
         )
 
     def verify(self, running: Running, count: int) -> None:
-        """Nothing: the sample is verified when it is served."""
+        """Do nothing: the sample is verified when it is served."""
 
     def _last_look(self) -> None:
         super()._last_look()

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which request does what in the next step: continuous batching over a block pool.
+"""What each request does in the next step: continuous batching over a block pool.
 
 The rules, in the order in which a step applies them:
 
 1. Waiting requests are admitted in order of arrival, while the batch has room, the step has
-   prompt tokens left to give, and the pool has blocks for all the tokens that are known of the
-   head of the queue.  Blocks whose content is known are taken instead of computed: the later a
-   request looks, the more it finds.  Nobody overtakes.  One free block for each running
-   request, the new one included, is left as headroom, so that who was just preempted does not
-   come back to be preempted at once.  (Who runs alone needs none.)
+   prompt tokens left to give, and the pool has blocks for all known tokens of the head of the
+   queue.  Cached blocks are taken instead of computed: the later a request is admitted, the more
+   it finds.  No request overtakes another.  One free block for each running request, the new one
+   included, is left as headroom, so that a request that was just preempted does not come back to
+   be preempted at once.  (A request that runs alone needs none.)
 2. Every decoding request writes one token, the oldest first.  It may need a block: a new one
    at a block's end, or a copy of one that it shares with another request; a share taken in
    this very step counts, which is why admission comes first.  When the pool has none, the
@@ -20,7 +20,7 @@ Because the blocks of all known tokens are taken at admission, prefill cannot ru
 oldest request always proceeds: it can have every block that younger ones hold, and it fits the
 pool alone (checked before work starts).  So every schedule ends.
 
-What was written becomes findable by others only after the step that wrote it (`commit`).
+Blocks can be found by other requests only after the step that wrote them (`commit`).
 
 The scheduler owns no bytes and no arrays but the block tables.
 """
@@ -49,16 +49,16 @@ __all__ = ["Counters", "Running", "Scheduler", "Step"]
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request and how far it is.
+    """A request and its progress.
 
     row:         its row of the block tables while it runs.
     blocks:      its blocks, by place.
-    known:       tokens to be there before it decodes: the prompt, and what it had generated
-                 when it was preempted.
-    written:     tokens whose bytes are in the cache; reached is the most there ever were.
+    known:       tokens that must be in the cache before it decodes: the prompt, and those it had
+                 generated when it was preempted.
+    written:     tokens whose bytes are in the cache; reached: the most there ever were.
     prefix_hit:  tokens found in the cache when it was admitted last.
     preemptions: times it was preempted.
-    loading:     whether tokens of it are on their way from elsewhere; it takes no part in steps.
+    loading:     whether tokens of it are being loaded from elsewhere; it takes no part in steps.
     """
 
     request: TraceRequest
@@ -89,8 +89,8 @@ class Step:
     """What to do now: first the copies in order, then the writes of both kinds.
 
     copies:    (source block, target block).
-    prefill:   (who, first position, number of tokens).
-    decode:    who writes the token at ``written``; tokens: how many from there on, a place each.
+    prefill:   (request, first position, number of tokens).
+    decode:    requests that write tokens from position ``written`` on; tokens: how many each.
     admitted, preempted: for a server that keeps state of its own for each request.
     """
 
@@ -136,12 +136,12 @@ class Scheduler:
 
     tables: [rows, places] int64, block of each place of each running request (its ``row``); -1
             where there is none.
-    drafts: tokens a request writes behind its next one in a step, of which `commit` takes how
-            many stand.  Fewer where it ends, or where the pool has no block: nobody gives way
-            for a draft.
+    drafts: draft tokens that a request writes behind its next one in a step; `commit` takes how
+            many are accepted.  There are fewer where the request ends, or where the pool has no
+            block: no request is preempted for a draft.
     before_preempt: called with a request that is about to give its blocks back.
     load: called with a request that is admitted and the number of its blocks that were found;
-            True when more of them come from elsewhere: it then waits for `loaded`.
+            returns True when more of them come from elsewhere: it then waits for `loaded`.
     Raises ParamInvalidError when a request cannot fit the pool even alone.
     """
 
@@ -203,7 +203,7 @@ class Scheduler:
     def plan(self, now_ms: float | None = None) -> Step | None:
         """The next step; None when every request has finished.  `commit` it before the next.
 
-        now_ms: who arrives later is not there yet; None: all are.
+        now_ms: requests that arrive later are not there yet; None: all are.
         """
         if not self.running and not self.waiting:
             return None
@@ -215,9 +215,9 @@ class Scheduler:
         return step
 
     def commit(self, step: Step, accepted: Sequence[int] | None = None) -> list[Running]:
-        """Note that the step's bytes are written; returns who has nothing left to write.
+        """Note that the step's bytes are written; returns requests with nothing left to write.
 
-        accepted: of each who decodes, how many of its tokens stand; None: one of each.
+        accepted: accepted tokens of each decoding request; None: one of each.
         The finished still hold their blocks: `retire` each of them.
         """
         for running, start, count in step.prefill:
@@ -231,7 +231,7 @@ class Scheduler:
     def commit_run(self, run: Run, count: int) -> list[Running]:
         """Commit the first ``count`` steps of a run, of which the first was planned.
 
-        Plans the others on the way: blocks are taken and named in the order of steps.
+        The other steps are planned here: blocks are taken and named in the order of steps.
         """
         step, new, place = run.step, run.new, 0
         for n in range(count):
@@ -249,7 +249,7 @@ class Scheduler:
         return [r for r in self.running if r.written == r.request.total_tokens]
 
     def _computed(self, running: Running, start: int, count: int) -> None:
-        """Prompt tokens of the request are written."""
+        """Note that ``count`` prompt tokens from ``start`` on are written."""
         running.written = start + count
         again = min(count, max(0, running.reached - start))
         running.reached = max(running.reached, running.written)
@@ -258,7 +258,7 @@ class Scheduler:
         self._register(running)
 
     def retire(self, running: Running) -> None:
-        """Give a finished request's blocks back; whole prompt blocks stay findable."""
+        """Give a finished request's blocks back; whole prompt blocks can still be found."""
         self.running.remove(running)
         self._give_back(running)
 
@@ -275,8 +275,8 @@ class Scheduler:
                 step.tokens.append(1 + (self._room(running) if self.drafts else 0))
                 place += 1
             else:
-                # Younger ones have no part in this step yet, so the last can go; when this
-                # one is the last, it goes itself, and the loop ends.
+                # Younger requests have no part in this step yet, so the last can be preempted;
+                # when this one is the last, it is preempted itself, and the loop ends.
                 self._preempt(self.running[-1], step)
 
     def _can_write_next(self, running: Running, step: Step) -> bool:
@@ -299,7 +299,7 @@ class Scheduler:
         return True
 
     def _take_block(self, running: Running) -> bool:
-        """A block behind the request's last; False when the pool has none."""
+        """Take a block behind the request's last; False when the pool has none."""
         fresh = self.pool.allocate()
         if fresh is None:
             return False
@@ -331,7 +331,7 @@ class Scheduler:
         step.preempted.append(running)
 
     def _give_back(self, running: Running) -> None:
-        # From the end: a prefix without its beginning is of no use to anybody.
+        # From the end, since a prefix without its beginning is of no use.
         self.pool.release(running.blocks[::-1])
         self.tables[running.row] = -1
         self._rows.append(running.row)
@@ -364,7 +364,7 @@ class Scheduler:
         return len(self.running) < self.max_batch
 
     def head_fits(self) -> bool:
-        """Whether the pool has blocks now for the head of the queue, which there is."""
+        """Whether the pool has blocks now for the head of the queue, which must not be empty."""
         return self._found(self.waiting[0]) is not None
 
     def _found(self, running: Running) -> list[int] | None:
@@ -397,7 +397,7 @@ class Scheduler:
         running.loading = self._load is not None and self._load(running, len(hits))
 
     def loaded(self, running: Running, tokens: int) -> None:
-        """What came from elsewhere for a request is there: its first ``tokens`` tokens are."""
+        """Note that a load from elsewhere is done: the first ``tokens`` tokens are there."""
         running.loading = False
         start, counters = running.written, self.counters
         recovered = max(0, min(tokens, running.reached) - start)
@@ -420,11 +420,11 @@ class Scheduler:
                 budget -= count
 
     def _register(self, running: Running, *, everything: bool = False) -> None:
-        """Make the blocks that are written findable.
+        """Register the blocks that are written, so that they can be found.
 
-        While a request runs these are the blocks of its known tokens, each as it is completed;
-        what it generates can be met again by itself alone, so that is named (``everything``)
-        only when it is preempted.
+        While a request runs these are the blocks of its known tokens, each as it is completed.
+        Blocks of generated tokens are of use to the same request alone, so they are registered
+        (``everything``) only when it is preempted.
         """
         written = running.written
         if everything and written > running.known:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay leaves to the way in which it serves: bytes, time, and what is reported.
+"""What a replay leaves to its strategy: bytes, time, and the report.
 
 `kvcore.replay.serving.replay.Replay` asks the scheduler what each step does and keeps the order of
-a step.  A strategy has the caches and the clock.  There are four: `Resident` (real caches on this
+a step.  A strategy has the caches and the clock.  There are five: `Resident` (real caches on this
 machine), `OffloadedInFull` and `OffloadedSampled` (the full cache on the host of a modelled
-device), `OnDevice` (the same without offload).  `prepare` is called until it has nothing left to
-do; then a step calls, in this order::
+device), `OnDevice` (the same without offload) and `Tiered` (that, with slower tiers for prompts).
+`prepare` is called until it returns False; then a step calls, in this order::
 
     admitted, copy_block, serve           # then the scheduler's commit
     leaving, verify, left                 # of each request that has finished or is aborted
 
-A strategy that sums steps (``sums_steps``) is asked to serve a run of them (`serve_run`) where
-nothing happens between two.
+A strategy that sums steps (``sums_steps``) is called with a whole run of steps (`serve_run`)
+between two events.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ R_co = TypeVar("R_co", bound="Report", covariant=True)
 
 @dataclass(slots=True)
 class Timings:
-    """Nanoseconds on this machine: scheduling and slots, making bytes, operator, checks; all."""
+    """Nanoseconds on this machine.
+
+    schedule_ns: scheduling, and computing slots; generate_ns: making bytes; scatter_ns: in the
+    operator; verify_ns: checks; elapsed_ns: the whole run.
+    """
 
     schedule_ns: int = 0
     generate_ns: int = 0
@@ -49,8 +53,8 @@ class Strategy(ABC, Generic[R_co]):
     verify_samples: tokens that are read back when requests finish, over the whole trace.
     times:          where the time on this machine went; the replay adds scheduling and checks.
     verified, mismatches: samples compared so far, and rows of them that were wrong.
-    sums_steps:     whether steps that repeat one another are served together; False, set before the
-                    first step, walks them one by one.
+    sums_steps:     whether runs of steps are served together; set it to False before the first
+                    step to serve them one by one.
     """
 
     sums_steps: bool = False
@@ -78,7 +82,7 @@ class Strategy(ABC, Generic[R_co]):
         return None
 
     def idle_until(self, ms: float) -> None:
-        """No request is there until then.  Called only where `now_ms` is a time."""
+        """Wait: no request is there before ``ms``.  Called only where `now_ms` is not None."""
         raise NotImplementedError
 
     @abstractmethod
@@ -93,7 +97,7 @@ class Strategy(ABC, Generic[R_co]):
     def serve(self, step: Step) -> Sequence[int] | None:
         """Write what the step writes.
 
-        Returns how many tokens of each request that decodes stand; None: one of each.
+        Returns the number of accepted tokens of each decoding request; None: one of each.
         """
 
     def steps_left(self, step: Step) -> int:
@@ -101,9 +105,9 @@ class Strategy(ABC, Generic[R_co]):
         raise NotImplementedError
 
     def serve_run(self, run: Run) -> int:
-        """Serve steps that repeat one another, a token of each request in each.
+        """Serve a run of steps, each of which writes one token of each request.
 
-        Returns how many were served, at least 1: the next one begins when somebody arrives.
+        Returns how many were served, at least 1; the next one would begin after an arrival.
         Called only where steps are summed.
         """
         raise NotImplementedError
@@ -113,7 +117,7 @@ class Strategy(ABC, Generic[R_co]):
         return False
 
     def leaving(self, running: Running, *, finished: bool) -> None:
-        """The request has finished (else it is aborted); it holds its blocks still."""
+        """The request has finished, or else is aborted; it still holds its blocks."""
 
     @abstractmethod
     def verify(self, running: Running, count: int) -> None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve a trace with the prefixes of its prompts in tiers: device memory, host, disk, remote.
 
-All caches of a request are on the device while it runs, as without offload (`OnDevice`).  What
-prompts hold is kept in slower tiers too, and a request that finds blocks there loads them instead
-of computing them:
+All caches of a request are on the device while it runs, as without offload (`OnDevice`).  Blocks of
+prompts are kept in slower tiers too, and a request that finds blocks there loads them instead of
+computing them:
 
 1. When it is admitted, its leading blocks that are in device memory are taken.  Each block behind
    them is taken from the fastest tier that has it, to the first that none has.
-2. They are loaded into blocks of its own.  The request waits until all are there; others go on.
+2. They are loaded into the request's own blocks.  It waits until all are there; others go on.
 3. The rest of its prompt is computed, which attends to what was loaded.
 
 Time is the model's: `ComputeTime` for steps, `PrefillTime` for prompts, and the links of
@@ -109,7 +109,7 @@ class Tiered(OnDevice):
         ]
 
     def _give(self, keys: Mapping[Hashable, int]) -> None:
-        """A block of device memory is given away: it goes to the tier below."""
+        """Give the content of an evicted block of device memory to the tier below."""
         pool = self._scheduler.pool
         assert isinstance(pool, TierPool)
         for key, filled in keys.items():
@@ -133,7 +133,7 @@ class Tiered(OnDevice):
     # -- a step -----------------------------------------------------------------------------
 
     def serve(self, step: Step) -> list[int]:
-        """Serve the step, or wait where nobody has a part in it; then see which loads are done."""
+        """Serve the step, or wait where no request takes part; then note which loads are done."""
         until = -math.inf
         accepted: list[int] = []
         if step.prefill or step.decode:
@@ -151,7 +151,7 @@ class Tiered(OnDevice):
         if self._moving:
             run = dataclasses.replace(run, until_ms=min(run.until_ms, self._moving[0][0] / 1e3))
         if run.new and self.lower.write_back:
-            # A block that is given away is written below when it is, not at the end of the run.
+            # An evicted block is written to the tier below at once, not at the end of the run.
             count = run.new[0][0]
             run = dataclasses.replace(run, count=count, new=[], used=run.used[:count])
         count = super().serve_run(run)
@@ -159,7 +159,7 @@ class Tiered(OnDevice):
         return count
 
     def _served(self, step: Step, count: int, until: float = -math.inf) -> None:
-        """So many steps are served: prompts that are whole go down, and loads are done."""
+        """After ``count`` steps: store prompts that are whole in the tiers, and end loads."""
         if self.lower.tiers and not self.lower.write_back:
             for running, start, tokens in step.prefill:
                 if start + count * tokens >= running.known:
