@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from functools import cache
@@ -77,7 +78,27 @@ def test_named_modules_and_files_exist(text: Path) -> None:
     assert [path for path in set(PATH.findall(content)) if not exists(path)] == []
 
 
+def imported(source: str) -> list[str]:
+    """The dotted names that a module imports from the package."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvcore"):
+            found += [f"{node.module}.{name.name}" for name in node.names]
+    return found
+
+
+@pytest.mark.parametrize(
+    "tool", sorted((ROOT / "tests" / "tools").rglob("*.py")), ids=lambda path: str(path.stem)
+)
+def test_names_that_the_tools_import_exist(tool: Path) -> None:
+    # The tools are not run with the tests, so nothing else notices when such a name has moved.
+    assert [name for name in imported(tool.read_text(encoding="utf-8")) if not resolves(name)] == []
+
+
 def test_the_check_sees_what_is_missing() -> None:
+    assert imported("import os\nfrom kvcore.errors import KVCoreError as E") == [
+        "kvcore.errors.KVCoreError"
+    ]
     assert not resolves("kvcore.no_such_thing")
     assert not resolves("kvcore.errors.NoSuchError")
     assert not exists("tests/no_such_file.py")

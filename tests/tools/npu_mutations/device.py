@@ -19,7 +19,7 @@ from npu_fixtures import clean as clean
 import kvcore
 from kvcore.npu.call import launch
 from kvcore.npu.cann import constants, library
-from kvcore.npu.driver import flight, graph, handles, hostcalls, memory, records
+from kvcore.npu.driver import flight, graph, handles, heap, hostcalls, records
 
 MUTATIONS: dict[str, Break] = {}
 
@@ -144,14 +144,14 @@ def swapped_memory_is_freed_before_it_is_unregistered(patch: Patch) -> None:
 
 @mutation
 def copies_use_the_device_s_address_of_swapped_memory(patch: Patch) -> None:
-    show = memory.Heap._show
+    show = heap.Heap._show
 
-    def around(self: Any, piece: memory.Piece) -> Any:
+    def around(self: Any, piece: heap.Piece) -> Any:
         if piece.space == "swapped":
-            piece = memory.Piece("swapped", piece.got, piece.seen_at, piece.nbytes, piece.seen_at)
+            piece = heap.Piece("swapped", piece.got, piece.seen_at, piece.nbytes, piece.seen_at)
         return show(self, piece)
 
-    patch.setattr(memory.Heap, "_show", around)
+    patch.setattr(heap.Heap, "_show", around)
 
 
 @mutation

@@ -21,7 +21,7 @@ from kvcore.errors import KVCoreError
 from kvcore.npu.call import launch
 from kvcore.npu.call import memory as pools
 from kvcore.npu.cann import constants, library
-from kvcore.npu.driver import lane, memory, records, transfers
+from kvcore.npu.driver import heap, lane, records, transfers
 from kvcore.npu.driver.device import AclDriver
 from kvcore.npu.driver.handles import Handles
 from kvcore.runtime.arguments import space_of
@@ -400,7 +400,7 @@ def every_thread_has_a_context_of_its_own(patch: Patch) -> None:
 def kernels_get_the_host_s_address(patch: Patch) -> None:
     wrap(
         patch,
-        memory.Heap,
+        heap.Heap,
         "_register",
         lambda original, self, address, size: (original(self, address, size), address)[1],
     )
@@ -410,7 +410,7 @@ def kernels_get_the_host_s_address(patch: Patch) -> None:
 def no_whole_pages_are_registered(patch: Patch) -> None:
     wrap(
         patch,
-        memory.Heap,
+        heap.Heap,
         "_register",
         lambda original, self, address, size: original(self, address, size - 8),
     )
@@ -425,9 +425,9 @@ def plain_pinned_memory_is_taken_to_begin_with_a_page(patch: Patch) -> None:
     instead(patch, "aclrtMallocHostWithCfg", _refused)
     wrap(
         patch,
-        memory.Heap,
+        heap.Heap,
         "_pinned",
-        lambda original, self, size: original(self, size - memory.PAGE),
+        lambda original, self, size: original(self, size - heap.PAGE),
     )
 
 

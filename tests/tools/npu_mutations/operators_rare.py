@@ -19,7 +19,7 @@ from npu_fixtures import clean as clean
 from npu_work import Work, amiss
 
 from kvcore.npu.call import call, gather, launch, memory, scatter, selection, update
-from kvcore.npu.call.tensors import Handles
+from kvcore.npu.call.tensors import TensorHandles
 from kvcore.npu.cann import library, prototypes, search
 from npu import MACHINES
 
@@ -313,7 +313,7 @@ def the_lengths_have_a_row_too_few(patch: Patch) -> None:
 
 @mutation(npu_work.selection)
 def no_rope_is_a_scalar(patch: Patch) -> None:
-    patch.setattr(Handles, "empty", Handles.scalar)
+    patch.setattr(TensorHandles, "empty", TensorHandles.scalar)
 
 
 # ---------------------------------------------------------------- the tests
