@@ -14,7 +14,7 @@ cdef enum:          # View.way: how unchanged() looks at the array again
     STRUCTURE       # a numpy array of another dtype or of a subclass, or the one behind a buffer
     TENSOR          # TENSOR + k: a torch tensor, by row k of the exchange tables
 
-# A signature copies the first four fields in one piece, besides shape and strides: keep them together.
+# A signature copies the first four fields as one piece of memory, so they must stay together.
 ctypedef struct View:
     int32_t rank       # -1: no array was given
     int32_t dtype      # row of kvcore.dtypes.TABLE; below 0: not in it

@@ -60,7 +60,7 @@ cdef class WindowsSpec(Spec):
                 padded to, -1 where they lie end to end.
     kind:       the item type's row in the kernel's table of means; -1: no means are made.
     index_args: argument indices of slots, windows, offsets (-1: the rule has none) and lengths.
-    words:      words(rule, index, seen, other) returns the exception for a value that breaks a rule.
+    words:      words(rule, index, seen, other) returns the exception for a value that is refused.
     """
 
     def __init__(
