@@ -24,11 +24,14 @@ Who does what:
 ``machine``        the libraries, loaded, and their controls as Python functions.
 ``starting``       ``start`` and ``running``: the pieces above in order, and every refusal.
 ``hooks``          what is done when torch_npu has been imported: the fallback is registered.
+``modules``        what clients import beside torch_npu and is not installed.
 ``fallback``       torch's CPU kernels as tasks in stream order, for every operator (``operators``
                    says which, ``arguments`` and ``outputs`` what a call is, ``views`` gives them
                    the memory, ``randomness`` a generator); ``_calls`` remembers calls by their
                    signature, and is what each costs.
 ``vendor``         operators that clients of torch_npu reach outside of it: ATB's, the selection.
+``atb``            what stands for ATB's library itself.
+``triton``         Triton kernels that serving engines launch, by name.
 ``tasks``          Python's tasks of a stream, from the start to the exit; ``_tasks`` runs them.
 ``checking``       the checks, and the texts of what they find; ``_races`` reads the journal,
                    ``_lines`` has the lines of the program, ``modes`` sees torch's operators

@@ -232,10 +232,22 @@ def _unwritten(name: str, stream: str, place: Place, start: int, end: int) -> No
 def remark(kind: str, symbol: str, text: str) -> None:
     """Report something that only Python sees, at this thread's line."""
     if kind in _tools:
-        before = _lines.begin(symbol)
-        place = _lines.place(_lines.last())
-        _lines.end(before)
-        collector.add((kind, symbol, text, place), Report(kind, symbol, text + at(place), (place,)))
+        _add(kind, symbol, text, _here(symbol), raising=True)
+
+
+def _here(symbol: str) -> Place:
+    before = _lines.begin(symbol)
+    place = _lines.place(_lines.last())
+    _lines.end(before)
+    return place
+
+
+def _add(kind: str, symbol: str, text: str, place: Place, *, raising: bool) -> None:
+    collector.add(
+        (kind, symbol, text, place),
+        Report(kind, symbol, text + at(place), (place,)),
+        raising=raising,
+    )
 
 
 # -- the end --------------------------------------------------------------------------------
@@ -243,6 +255,8 @@ def remark(kind: str, symbol: str, text: str) -> None:
 
 def _end() -> None:
     """At exit, after the machine has done what was queued."""
+    for _, place in _unrecorded.values():
+        _add("synccheck", _SYNCHRONIZE, _never(_SYNCHRONIZE), place, raising=False)
     if "leakcheck" in _tools:
         _leaks()
     settle()
@@ -335,6 +349,7 @@ def watch() -> None:
             setattr(one, name, lined(symbol, getattr(one, name), waits=waits))
     for name in ("wait", "synchronize"):
         setattr(streams.Event, name, _recorded(name, getattr(streams.Event, name)))
+    streams.Event.record = _records(streams.Event.record)
     for name in ("_launch_host_func", "_launch_host_func_pending"):
         function = getattr(extension, name, None)
         if function is not None:
@@ -374,17 +389,38 @@ def _elapsed(measured: Callable[[Any, Any], float]) -> Callable[[Any, Any], floa
     return elapsed_time
 
 
+_SYNCHRONIZE = "torch.npu.Event.synchronize"
+#: By identity, events for which the host waited before they were recorded, and where.  A loop that
+#: waits for its last round at its head does so once, and waits for nothing then; what is reported
+#: is an event that nobody ever records.
+_unrecorded: dict[int, tuple[Any, Place]] = {}
+
+
+def _never(symbol: str) -> str:
+    return f"{symbol} waits for an event that was never recorded"
+
+
 def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A wait for an event, which must have been recorded: otherwise it waits for nothing."""
 
     @functools.wraps(function)
     def call(self: Any, *args: Any) -> Any:
         if not self.npu_event:
-            remark(
-                "synccheck",
-                f"torch.npu.Event.{name}",
-                f"torch.npu.Event.{name} waits for an event that was never recorded",
-            )
+            symbol = f"torch.npu.Event.{name}"
+            if symbol == _SYNCHRONIZE:
+                if "synccheck" in _tools and id(self) not in _unrecorded:
+                    _unrecorded[id(self)] = (self, _here(symbol))  # which keeps its identity
+            else:
+                remark("synccheck", symbol, _never(symbol))
+        return function(self, *args)
+
+    return call
+
+
+def _records(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(self: Any, *args: Any) -> Any:
+        _unrecorded.pop(id(self), None)
         return function(self, *args)
 
     return call

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcore.emulator import environment, hooks, installed, machine, memory
+from kvcore.emulator import environment, hooks, installed, machine, memory, modules
 from kvcore.emulator.environment import Settings
 from kvcore.errors import BackendUnavailableError, KVCoreError
 
@@ -166,5 +166,6 @@ def begin(settings: Settings, *, from_environment: bool) -> Running:
         from_environment,
         os.getpid(),
     )
+    modules.provide()
     hooks.when_imported()
     return _running
