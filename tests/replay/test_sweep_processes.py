@@ -147,9 +147,14 @@ def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
     assert gone(workers)
 
 
-def sweep(tmp_path: Path, *options: str) -> list[str]:
-    return ["replay", "--requests", "1", "--sweep", "pool=512", "--jobs", "1",
-            "--results", str(tmp_path), *options]  # fmt: skip
+def sweep(folder: Path) -> list[str]:
+    """A sweep of one point over one short request; its trace lies beside the folder."""
+    trace = folder.with_suffix(".jsonl")
+    if folder.parent.is_dir():
+        request = {"timestamp": 0, "input_length": 40, "output_length": 3, "hash_ids": [1]}
+        trace.write_text(json.dumps(request))
+    options = ["--sweep", "pool=512", "--jobs", "1", "--results", str(folder)]
+    return ["replay", str(trace), *options]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from fakes import FakePlan, Gate, Scatter, device
 
 import kvcore
 
-SEEDS = range(200)
+SEEDS = range(60)
 
 
 def store_without_waiting(dev: kvcore.Device, repaired: bool) -> None:
