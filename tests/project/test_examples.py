@@ -17,6 +17,8 @@ from tensors import WITHOUT_TORCH
 FOLDER = Path(__file__).parents[2] / "examples"
 ARGUMENTS = {
     "dense_tiers.py": ["--case", "1", "--factors", "5.02", "1.06"],
+    # The default, glm-5.2, is predicted in tests/replay/test_predictions.py.
+    "predict_offload.py": ["deepseek-v3.2"],
     "prefix_hits.py": ["--requests", "20"],
 }
 #: What must be found in what they print.
@@ -26,6 +28,8 @@ SAYS = {
     "layerwise_load.py": r"step 0: ([\d.]+ us)\nstep 1: \1\nstep 2: \1\none after the other",
     "paged_decode_numpy.py": r"(\w+: 59 rows of logits in 17 steps, equal to the bit\n){3}$",
     "paged_decode_torch.py": r"(\w+: prefill and 10 decode steps, logits equal to the bit\n){3}$",
+    "predict_offload.py": r"(.*  fit\n){4}(.*\n)*fitted, predicts nothing.*\n(.*\n)*"
+    r".*the budget holds batch",
     "prefix_hits.py": r"blocks +hits.*\n +1024 .*\n +4096 .*\n +16384 .*\n +65536 .*\n$",
     "sparse_attention.py": r"attention equal to the bit; \d+ of 566 tokens came from",
     "streams.py": r"last row starts with 1.0, after 167.0 us\n(.*\n)*"

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -429,16 +427,3 @@ def test_glm_doubles_its_batch_as_published() -> None:
     assert most_requests(model, budget, 65_536) * 32 == 64
     for pool in (8192, 16_384):
         assert most_requests(model, budget, 65_536, drafts=3, pool=pool) * 32 >= 128
-
-
-def test_the_example_prints_both(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "predict_offload.py", "deepseek-v3.2"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
-    assert sum(line.endswith("  fit") for line in done.stdout.splitlines()) == 4
-    assert "fitted, predicts nothing" in done.stdout
-    assert "the budget holds batch" in done.stdout
