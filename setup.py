@@ -78,7 +78,7 @@ DIRECTIVES = {
 
 
 def extensions() -> list[Extension]:
-    compile_args = ["-O1", "-g"] if DEBUG or SANITIZE else ["-O3", "-g0"]
+    compile_args = ["-O1", "-g1"] if DEBUG or SANITIZE else ["-O3", "-g0"]
     # The two exceptions are names that Cython writes and a module need not use.
     compile_args += ["-Wall", "-Wno-unused-function", "-Wno-unused-const-variable"]
     # A fused multiply-add rounds once where two operations round twice: bytes must not depend on

@@ -95,7 +95,7 @@ class Held(World):
                 assert self.start(name, 7)
         assert len(engine.requests) == 3
         batch = list(engine.requests)
-        for _ in range(3):
+        for _ in range(2):
             self.compare(self.launch(batch, dict.fromkeys(batch, 1)).wait_blocking())
             for request in batch:
                 engine.accept(request, 2)

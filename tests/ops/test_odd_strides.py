@@ -78,9 +78,8 @@ def test_the_bytes(operator: str, data: st.DataObject) -> None:
     check_matches_oracle(case, call)
 
 
-@pytest.mark.parametrize("soc", ["A2", "A3", "950"])
 @pytest.mark.parametrize("operator", OPERATORS)
-@given(data=st.data())
+@given(data=st.data(), soc=st.sampled_from(["A2", "A3", "950"]))
 def test_a_socs_limits(operator: str, soc: str, data: st.DataObject) -> None:
     case: Case = data.draw(OPERATORS[operator])
     before = case.arena.snapshot()

@@ -29,6 +29,8 @@ from kvcore.replay.traces import request_rows
 
 MODEL = ModelProfile.named("tiny-sparse").replace(layers=4, index_layers=(0, 1), topk=64)
 COUNT = 24
+#: Samples of the same workload that are looked at.
+SEEDS = 6
 
 
 @lru_cache
@@ -74,7 +76,7 @@ def test_most_samples_cover_what_the_full_replay_says(sample: int) -> None:
     assert full.hit_rate is not None
     assert full.interval is None
     covered = [0, 0]
-    for seed in range(10):
+    for seed in range(SEEDS):
         report = run(sample_requests=sample, sample_layers=1, sample_seed=seed)
         assert report.ok
         interval = report.interval
@@ -88,7 +90,7 @@ def test_most_samples_cover_what_the_full_replay_says(sample: int) -> None:
         # The workload is the same, whoever is in the sample.
         assert report.counters == full.counters
         assert report.totals.accepted == full.totals.accepted
-    assert min(covered) >= 9, covered
+    assert min(covered) >= SEEDS - 1, covered
 
 
 def test_first_requests_that_miss_twice_as_often_count_for_themselves(
@@ -97,7 +99,7 @@ def test_first_requests_that_miss_twice_as_often_count_for_themselves(
     plant(monkeypatch)
     full = run(fidelity="full")
     assert full.hit_rate is not None
-    for seed in range(4):
+    for seed in range(2):
         report = run(sample_requests=12, sample_seed=seed)
         interval = report.interval
         assert interval is not None
