@@ -19,6 +19,7 @@ from typing import Any
 
 from kvcore.errors import BackendUnavailableError, KVCoreError, ParamInvalidError, fail
 from kvcore.files import write_whole
+from kvcore.replay.answer.baseline import Baselines
 from kvcore.replay.answer.run import answered
 from kvcore.replay.deployments.deployment import Deployment
 from kvcore.replay.models.profile import ModelProfile
@@ -153,10 +154,16 @@ def _file_name(label: str, key: str, taken: set[str]) -> str:
 
 
 def run_point(
-    point: Point, model: ModelProfile | Deployment, requests: Sequence[TraceRequest]
+    point: Point,
+    model: ModelProfile | Deployment,
+    requests: Sequence[TraceRequest],
+    baselines: Baselines | None = None,
 ) -> dict[str, Any]:
-    """Run one point and write its report."""
-    report = answered(requests, model, point.options)
+    """Run one point and write its report.
+
+    baselines: those that points before it were held against, of the same trace and model.
+    """
+    report = answered(requests, model, point.options, baselines)
     report["sweep_key"] = point.key
     point.keep(report)
     return report
@@ -178,7 +185,9 @@ def run_processes(
     yield from _done(points, left)
     if not left:
         return
-    processes: Workers[Point] = Workers(run_point, min(jobs, len(left)), model, requests)
+    processes: Workers[Point] = Workers(
+        run_point, min(jobs, len(left)), model, requests, Baselines()
+    )  # fmt: skip
     with processes as workers:
         while left or workers.busy:
             while left and not workers.full and not stop():

@@ -21,6 +21,8 @@ from kvcore.replay import (
     Replay,
     TraceRequest,
 )
+from kvcore.replay.answer import baseline
+from kvcore.replay.answer.baseline import run_baseline
 from kvcore.runtime import DeviceProfile
 
 MODEL = ModelProfile.named("tiny-sparse").replace(layers=3, index_layers=(0, 1), topk=64)
@@ -151,3 +153,55 @@ def test_the_command_takes_it_and_sweeps_over_it(
     sweep = ["--sweep", "policy=lru,none", "--results", str(folder), "--jobs", "1"]
     assert main(["replay", "--requests", "1", *sweep]) == 0
     assert {p.name for p in folder.iterdir()} == {"policy=lru.json", "policy=none.json"}
+
+
+@pytest.mark.parametrize("of_all", [{}, {"drafts": 1}, {"abort_share": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"seed": 7},
+        {"sample_seed": 7},
+        {"policy": "fifo"},
+        {"pool": 512},
+        {"write_policy": "write_back"},
+        {"batch": 3},
+        {"arrivals": "time"},
+    ],
+    ids=str,
+)
+def test_runs_share_a_baseline_only_where_it_is_the_same(
+    changed: dict[str, Any], of_all: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [TraceRequest(i, 40.0 * i, 500 - 12 * i, 30, (i,)) for i in range(9)]
+    first, second = (
+        OffloadOptions(**{"batch": 4, "host_blocks": 400, "weights_gib": 1.0, **of_all, **change})
+        for change in ({}, changed)
+    )
+    served: list[OffloadOptions] = []
+
+    def counted(*args: Any, **named: Any) -> baseline.Baseline:
+        served.append(args[2])
+        return run_baseline(*args, **named)
+
+    monkeypatch.setattr(baseline, "run_baseline", counted)
+    kept = baseline.Baselines()
+    got = [kept.serve(requests, MODEL, own) for own in (first, second, first)]
+    alone = [run_baseline(requests, MODEL, own) for own in (first, second, first)]
+    for one, other in zip(got, alone, strict=True):
+        assert one.report is not None
+        assert other.report is not None
+        assert baseline_figures(one.report) == baseline_figures(other.report)
+    differs = not {"seed", "sample_seed", "policy", "pool", "write_policy"} & set(changed)
+    assert len(served) == 1 + (differs or ("seed" in changed and bool(of_all)))
+
+
+def baseline_figures(report: OffloadReport) -> dict[str, Any]:
+    found = report.to_dict()
+    return {name: value for name, value in found.items() if name not in ("options", "seconds")}
+
+
+def test_a_baseline_that_was_interrupted_is_not_kept() -> None:
+    kept = baseline.Baselines()
+    options = OffloadOptions(batch=4, host_blocks=400, weights_gib=1.0)
+    assert kept.serve(REQUESTS, MODEL, options, stop=lambda: True).report is None
+    assert kept.serve(REQUESTS, MODEL, options).report is not None

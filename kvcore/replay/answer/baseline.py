@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import ParamInvalidError
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from kvcore.replay.report.offloaded import OffloadReport
     from kvcore.replay.traces.reader import TraceRequest
 
-__all__ = ["Baseline", "baseline_options", "run_baseline", "why_none"]
+__all__ = ["Baseline", "Baselines", "baseline_options", "run_baseline", "why_none"]
+
+#: Baselines that are kept: a sweep's points come with their seeds, then with their batches.
+KEPT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +100,47 @@ def run_baseline(
     if report.interrupted:
         return Baseline(None, "it was interrupted")
     return Baseline(report)
+
+
+class Baselines:
+    """The baselines of one trace and model, for runs whose options differ: each is served once.
+
+    Of runs that differ by their policy, pool, sample or, where nothing is drawn by it, their seed,
+    the baseline is the same.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[object, ...], Baseline] = {}
+
+    def serve(
+        self,
+        requests: Sequence[TraceRequest],
+        model: ModelProfile | Deployment,
+        options: OffloadOptions,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[Any], None] | None = None,
+    ) -> Baseline:
+        """What `run_baseline` returns; ``requests`` and ``model`` are always the same."""
+        key = _depends_on(options)
+        if why_none(model, options):
+            return run_baseline(requests, model, options)
+        if key not in self._found:
+            found = run_baseline(requests, model, options, stop=stop, progress=progress)
+            if found.report is None and found.fits:  # interrupted
+                return found
+            if len(self._found) == KEPT:
+                del self._found[next(iter(self._found))]
+            self._found[key] = found
+        return self._found[key]
+
+
+def _depends_on(options: OffloadOptions) -> tuple[object, ...]:
+    """What the baseline's figures depend on, of the options of a run."""
+    own = baseline_options(options)
+    if own.tiers is None:
+        # No row is selected, moved or verified, so nothing is drawn but aborts and drafts.
+        own = replace(own, sample_seed=0, write_policy="write_through")
+        if not own.drafts and not own.abort_share:
+            own = replace(own, seed=0)
+    return astuple(own)

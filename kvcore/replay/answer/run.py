@@ -10,7 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcore.replay.answer.answer import Answer, answer_of, step_error
-from kvcore.replay.answer.baseline import Baseline, baseline_options, run_baseline, why_none
+from kvcore.replay.answer.baseline import (
+    Baseline,
+    Baselines,
+    baseline_options,
+    run_baseline,
+    why_none,
+)
 from kvcore.replay.answer.beside import Beside, pays
 from kvcore.replay.answer.rate import RateSearch, Search, own_rate
 from kvcore.replay.answer.searched import answer_of_search
@@ -77,12 +83,14 @@ def serve(
     stop: Stop = _never,
     progress: Shown | None = None,
     jobs: int = 1,
+    baselines: Baselines | None = None,
 ) -> Served:
     """Serve a trace as the options say, and its baseline; search for a rate where they say so.
 
     jobs: processes to use, this one among them: a second one serves half of a long sample, and
           the baseline.  The program that asks for it must be one that can be imported
-          (multiprocessing's "spawn").  Figures do not change, but for which rows are verified.
+          (multiprocessing's "spawn").  Figures do not change.
+    baselines: of other runs of the same trace and model, so that none is served twice.
     Raises ParamInvalidError for what cannot be served, before any work; DeviceOutOfMemoryError
     for caches that do not fit this machine.
     """
@@ -99,15 +107,26 @@ def serve(
         else:
             replay = OffloadReplay(requests, model, options)
         report = replay.run(stop=stop, progress=progress)
-        answer = finish(report, requests, model, stop=stop, progress=progress, beside=beside)
+        answer = finish(
+            report,
+            requests,
+            model,
+            stop=stop,
+            progress=progress,
+            beside=beside,
+            baselines=baselines,
+        )
     return Served(replay, report, answer, requests)
 
 
 def answered(
-    requests: Sequence[TraceRequest], model: ModelProfile | Deployment, options: OffloadOptions
+    requests: Sequence[TraceRequest],
+    model: ModelProfile | Deployment,
+    options: OffloadOptions,
+    baselines: Baselines | None = None,
 ) -> dict[str, Any]:
     """Serve a trace and its baseline; returns all figures."""
-    return serve(requests, model, options).figures()
+    return serve(requests, model, options, baselines=baselines).figures()
 
 
 def finish(
@@ -118,18 +137,20 @@ def finish(
     stop: Stop = _never,
     progress: Shown | None = None,
     beside: Beside | None = None,
+    baselines: Baselines | None = None,
 ) -> Answer:
     """Serve the baseline of a run that has ended, and hold them against each other.
 
     model: that the run was made with; None: what the report says of it.
     beside: the process that serves it; None: this one.
+    baselines: those of other runs of the same trace and model.
     """
     if report.interrupted:
         return answer_of(report, requests, Baseline(None, "it was interrupted"))
     if beside is not None:
         return answer_of(report, requests, beside.baseline(stop))
     shown = _labelled(progress, "baseline")
-    baseline = run_baseline(
+    baseline = (baselines or Baselines()).serve(
         requests, model or report.deployment, report.options, stop=stop, progress=shown
     )
     return answer_of(report, requests, baseline)
