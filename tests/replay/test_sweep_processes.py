@@ -248,7 +248,7 @@ def test_a_killed_worker_ends_the_command_with_a_sentence(
     ]
 
 
-def die_at_a_point(point: Any, model: Any, requests: Any) -> dict[str, Any]:
+def die_at_a_point(point: Any, model: Any, requests: Any, baselines: Any) -> dict[str, Any]:
     os.kill(os.getpid(), signal.SIGKILL)
     return {}
 
