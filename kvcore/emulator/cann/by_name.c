@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The older way to call an operator by its name (CANN's acl/acl_op.h, acl/acl_op_compiler.h):
-// descriptions, buffers, attributes.  An operator that the machine has not is an error that names
-// it: one that returned success without doing anything would leave wrong bytes.
+// descriptions, buffers, attributes.  An operator that the machine does not have is an error that
+// names it: success without doing anything would leave wrong bytes.
 #include "machine.h"
 
 #include <stdio.h>

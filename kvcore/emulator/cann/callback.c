@@ -61,7 +61,7 @@ int aclrtLaunchHostFunc(void *stream, function fn, void *data) {
     t->data = f;
     t->release = free_data;
     code = kvd_launch(s, t);
-    if (!code && !s->capture) kvd_allow(s, s->enqueued);  // somebody may wait for it elsewhere
+    if (!code && !s->capture) kvd_allow(s, s->enqueued);  // another stream or thread may wait for it
     return leave(code);
 }
 
@@ -76,7 +76,7 @@ struct callback {
 
 static void drop_report(struct report *r);
 
-// A report of its own each time: a graph runs the task again.
+// Each run of the task has a report of its own, since a graph may run it again.
 static int post(struct task *t) {
     struct callback *c = t->data;
     struct report *r = calloc(1, sizeof *r);

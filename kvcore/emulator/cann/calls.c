@@ -274,7 +274,7 @@ int kvd_violate(int code, const char *section, const char *format, ...) {
 // works without the device ends as torch_npu ends.
 
 static bool forked;
-enum { NOTHING_THERE = INT_MIN };  // the call would wait, free or end: all that is the parent's
+enum { NOTHING_THERE = INT_MIN };  // the call would wait for, free or end what is the parent's
 
 int kvdouble_forked(void) { return forked; }
 

@@ -30,7 +30,7 @@ static void pick_refusing(void *graph, void *data) {
     struct graph *g = graph, **found = data;
     if (!g->capturing || g->mode == MODE_RELAXED) return;
     bool mine = pthread_equal(g->thread, pthread_self());
-    // as far as the thread's own mode: GLOBAL minds every global capture, THREAD_LOCAL its own
+    // By the thread's own mode: GLOBAL is refused for any global capture, THREAD_LOCAL for its own.
     if (mine || (g->mode == MODE_GLOBAL && thread_mode == MODE_GLOBAL)) *found = g;
 }
 
@@ -75,7 +75,7 @@ static void leave_capture(void *stream, void *graph) {
     s->capture_tail = -1;
 }
 
-static bool joined(struct graph *g, int tail) {  // does the origin's end come after everything?
+static bool joined(struct graph *g, int tail) {  // whether the origin's last node follows all others
     bool *seen = calloc((size_t)g->count + 1, 1);
     if (!seen) abort();
     if (tail >= 0) seen[tail] = true;

@@ -80,8 +80,8 @@ static int check_copy(void *dst, size_t dst_span, const void *src, size_t src_sp
     return OK;
 }
 
-// 5.8: aclrtMemcpy ignores the kind; for asynchronous copies a kind that says otherwise than the
-// addresses is taken for a fault.
+// 5.8: aclrtMemcpy ignores the kind; in asynchronous copies a kind that contradicts the addresses is
+// a fault.
 static int check_kind(const enum place place[2], int kind) {
     int true_kind = on_host(place[0]) ? (on_host(place[1]) ? H2H : D2H)
                                       : (on_host(place[1]) ? H2D : D2D);
@@ -166,7 +166,7 @@ static int copy_later(struct piece *piece, void *dst, size_t dst_span, const voi
     struct pieces *all = new_pieces(1);
     all->piece[0] = *piece;
     struct task *t = kvd_new_task(run);
-    // Of a copy in two dimensions each row: what lies between may be somebody else's.
+    // Each row of a copy in two dimensions by itself: the bytes between rows may not be the caller's.
     if (piece->height > 1024) {
         kvd_touch(t, dst, dst_span, true, "dst");
         kvd_touch(t, src, src_span, false, "src");

@@ -51,7 +51,7 @@ __attribute__((constructor)) static void defaults(void) {
     s->workspace_extra = 512;
     s->give_up_ns = 10000000000u;
     kvd_set_soc(kvd_built_soc);
-    // In a child process torch_npu may ask before anybody has set the machine up.
+    // In a child process torch_npu may call this before the machine has been set up.
     const char *asked = getenv("KVCORE_EMULATE"), *count = getenv("KVCORE_EMULATE_DEVICES");
     if (!asked || !*asked) return;
     if (!strcmp(asked, "A2")) kvd_set_soc("Ascend910B3");
@@ -207,8 +207,8 @@ static int reset(const char *symbol, int32_t device, bool force) {
 int aclrtResetDevice(int32_t device) { return reset("aclrtResetDevice", device, false); }
 int aclrtResetDeviceForce(int32_t device) { return reset("aclrtResetDeviceForce", device, true); }
 
-// A thread without a device is an ordinary answer here, before aclInit too: torch_npu asks so in every
-// thread, and first of all for memory that it swaps.
+// That the thread has no device is an ordinary answer here, before aclInit too: torch_npu asks in every
+// thread, and before anything else where the program begins with swapped memory.
 int aclrtGetDevice(int32_t *device) {
     int code = enter("aclrtGetDevice", CALLABLE, "%p", (void *)device);
     if (code) return leave(code);

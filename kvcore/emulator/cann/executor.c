@@ -134,7 +134,7 @@ int aclSetAclOpExecutorRepeatable(void *executor) {
 int aclDestroyAclOpExecutor(void *executor) {
     int code = enter("aclDestroyAclOpExecutor", CALLABLE | AFTER, "%p", executor);
     if (code) return leave(code);
-    // 5.2: after phase two a not repeatable one is gone, and this is a use after free
+    // 5.2: after phase two an executor that is not repeatable is gone: this would be a use after free
     if (!kvd_check(executor, H_EXECUTOR, "executor")) return leave(NN_PARAM_INVALID);
     kvd_destroy(executor);
     return leave(OK);

@@ -23,7 +23,7 @@ static void on_fault(int number, siginfo_t *info, void *context) {
     sigaction(number, &before, NULL);
 }
 
-// Stands before whatever handler there is; again after another one was put in front.
+// Puts the handler in front of the one that is there, and again when another one was put before it.
 void kvdouble_watch_faults(void) {
     struct sigaction now, own = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
     sigemptyset(&own.sa_mask);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tensor formats: where an element of a tensor lies in memory that is not row by row, and casts
 // between formats: the operator TransData, and aclnnNpuFormatCast (op-plugin's newer way).
-// Dims of the storage say the sizes of the pieces; what they hold beyond the tensor is zero.
+// The storage's dims are the sizes of its pieces; elements there that are not the tensor's are zero.
 #include "machine.h"
 
 #include <stdlib.h>
@@ -20,7 +20,7 @@ static int64_t row_by_row(const int64_t *dims, int rank, const int64_t *index) {
     return at;
 }
 
-// The element's place in the storage, -1 where the format is not of these.
+// The element's place in the storage; -1 for a format that is not handled here.
 static int64_t place(const struct layout *l, const int64_t *index) {
     const int64_t *s = l->storage;
     int r = l->rank, q = l->storage_rank;
@@ -84,7 +84,7 @@ void kvd_transfer(const struct layout *to, unsigned char *dst, const struct layo
     }
 }
 
-// Storage of a tensor of these dims in a format, as torch_npu sizes it; false: not of these.
+// The storage of a tensor of these dims in a format, as torch_npu sizes it; false: not handled here.
 bool kvd_storage_of(struct layout *l, int format, size_t item) {
     int r = l->rank;
     int64_t wide = item == 1 ? 32 : 16;

@@ -102,7 +102,7 @@ void kvd_journal_mark(enum entry_kind kind, uint64_t mark) {
     if (on && mark) add(kind, kvd_symbol())->mark = mark;
 }
 
-// A synchronous call touches memory, here and now.
+// A synchronous call touches memory at this place of the journal.
 struct entry *kvd_journal_host(void) { return on ? add(ENTRY_HOST, kvd_symbol()) : NULL; }
 
 void kvd_journal_range(struct entry *e, const void *at, size_t size, bool write) {
@@ -215,7 +215,7 @@ size_t kvdouble_read_journal(struct entry **entries, struct range **ranges) {
     struct buffers *empty = &buffers[filling];
     for (size_t i = 0; i < empty->num_entries; i++) free(empty->entries[i].text);
     empty->num_entries = empty->num_ranges = 0;
-    if (empty->room_ranges > 1 << 16) {  // of a rare large task: not for ever
+    if (empty->room_ranges > 1 << 16) {  // given back after a rare large task
         free(empty->ranges);
         empty->ranges = NULL;
         empty->room_ranges = 0;

@@ -23,7 +23,7 @@ extern pthread_mutex_t kvd_lock;
 // Waits until something has changed, at most to the deadline; false: that has passed.  Meanwhile the
 // lock is free, and Python's too, if this thread held it: leave() takes that back.
 bool kvd_wait(const struct timespec *deadline);
-void kvd_notify(void);    // wakes who waits so
+void kvd_notify(void);    // wakes all threads in kvd_wait
 void kvd_wake_all(void);  // and every stream
 
 // -- calls.c: handles, violations, calls, faults, texts -------------------------------------------
@@ -47,7 +47,7 @@ bool kvd_is_live(const void *address, enum kind kind, uint64_t serial);  // seri
 void *kvd_check(const void *address, enum kind kind, const char *argument);
 void kvd_each(enum kind kind, void (*visit)(void *handle, void *data), void *data);
 
-enum {  // what a call needs
+enum {  // requirements of a call
     INIT = 1,        // 5.1: aclInit first
     CONTEXT = 2,     // 5.1: aclrtSetDevice in every calling thread
     CALLABLE = 4,    // may be called from a host function (1.7)
@@ -229,7 +229,7 @@ struct stream {
     char *error_text;  // of the task that failed, if it said anything
     bool stop_on_error, aborting, closing, started, subscribed, used_host_func, used_callback;
     bool blocked;  // its thread waits for an event or to be allowed on
-    bool busy;     // somebody runs its first task
+    bool busy;     // a thread runs its first task
     pthread_t thread, report_thread;
     uint32_t priority, flags;
     struct graph *capture;
@@ -258,7 +258,7 @@ void kvd_allow(struct stream *stream, uint64_t position);
 bool kvd_drain(struct stream *stream, uint64_t position, int64_t timeout_ms);
 bool kvd_in_stream(void);  // this is a stream's thread
 bool kvd_aborting(void);   // of a task: its stream drops its work
-// Who waits runs tasks of the stream up to the position by itself, as far as it may.
+// The thread, which waits, runs the stream's tasks up to the position itself, as far as it may.
 void kvd_help(struct stream *stream, uint64_t position);
 // Of a wait that a stream's thread is about to pause for (NULL: it goes on): false once it is given up.
 bool kvd_pause(const struct task *task);
@@ -295,7 +295,7 @@ enum entry_kind {
     ENTRY_MARK,        // the end of the stream as it is now is called mark
     ENTRY_WAIT,        // the stream waits for the mark
     ENTRY_JOIN,        // the host has waited for the mark
-    ENTRY_DROP,        // nobody can wait for the mark any more
+    ENTRY_DROP,        // the mark cannot be waited for any more
     ENTRY_HOST,        // the host touches ranges
     ENTRY_FREE,        // memory is given back
     ENTRY_NEW,         // memory is there

@@ -254,7 +254,7 @@ static int allocate(void **p, size_t size, int policy, bool padded) {
         kvd_uncharge(device, size);
         return error(RT_MEMORY_ALLOCATION, "%zu bytes wanted, no more addresses", size);
     }
-    memset(bytes, 0xA5, size < 4096 ? size : 4096);  // nobody promises zeros
+    memset(bytes, 0xA5, size < 4096 ? size : 4096);  // new memory is not promised to be zero
     struct block *b = add(DEVICE, at, size, bytes, true);
     b->device = device;
     kvd_journal_block(ENTRY_NEW, b, 0, size);

@@ -9,7 +9,7 @@ enum { OUT, SELF, NUM };
 
 static const char *const names[NUM] = {"outOut", "self"};
 
-// Of padding along an axis: how many elements stand before it, and after.  Pairs, last axis first.
+// Elements of padding before and after an axis, from a list of pairs, the last axis first.
 static int64_t before(const struct call *c, int axis) { return c->pads[2 * (c->v[OUT].t.rank - 1 - axis)]; }
 static int64_t after(const struct call *c, int axis) {
     return c->pads[2 * (c->v[OUT].t.rank - 1 - axis) + 1];

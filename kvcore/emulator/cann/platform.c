@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What torch_npu asks of a machine apart from memory and streams: options that are kept and given back,
+// What torch_npu needs apart from memory and streams: options that are kept and given back,
 // limits, logs, dumps.  Prototypes as in CANN's public headers (acl/acl_rt.h, acl/acl_mdl.h,
-// acl/acl_op_compiler.h); what the machine has not is refused, with a text that says so.
+// acl/acl_op_compiler.h); what the machine does not have is refused, with a text that says so.
 #include "machine.h"
 
 #include <stdio.h>
@@ -182,7 +182,7 @@ int aclsysGetCANNVersion(int package, void *version) {
 
 // -- logs and dumps ---------------------------------------------------------------------------------
 
-// Silent, as the real one's default is, unless the variable that CANN reads asks for it.
+// Silent by default, as the real one is, unless the variable that CANN reads turns it on.
 void aclAppLog(int level, const char *function, const char *file, uint32_t line, const char *format,
                ...) {
     const char *wanted = getenv("ASCEND_SLOG_PRINT_TO_STDOUT");

@@ -208,7 +208,7 @@ size_t kvdouble_dropped(void **objects, size_t room) {
 void kvdouble_python_gone(void) { __atomic_store_n(&gone, true, __ATOMIC_RELEASE); }
 
 // -- calls inside torch_npu -------------------------------------------------------------------------
-// Some functions that libtorch_npu.so calls are bound anew in the process, its file stays as it is.
+// Some functions that libtorch_npu.so calls are replaced in the process; its file stays as it is.
 
 static _Thread_local int locked;  // mutexes of torch_npu's that this thread holds
 
@@ -329,8 +329,8 @@ static int visit(struct dl_phdr_info *info, size_t size, void *data) {
     return 1;
 }
 
-// Lets a loaded library wait for its mutexes without the GIL, and end in a forked child; how many of
-// its calls were bound anew.
+// Lets a loaded library wait for its mutexes without the GIL, and end in a forked child; returns how
+// many of its functions were replaced.
 int kvdouble_patch(const char *library) {
     struct search search = {library, 0};
     pthread_once(&looked, look);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the machine is until somebody says otherwise (kvdouble_soc, kvdouble_devices).
+// The machine's defaults, which kvdouble_soc and kvdouble_devices change.
 #include "machine.h"
 
 const char *const kvd_built_soc = "Ascend910_9391";

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Streams (section 1.5, 5.8): a thread each, first in first out.  Unless it is eager, a stream
-// does its work as late as the interface allows: when somebody waits for it.  So a missing wait, or
-// memory freed too soon, shows on every run and not only on an unlucky one.
+// does its work as late as the interface allows: when a thread or stream waits for it.  So a missing
+// wait, or memory freed too soon, shows on every run and not only on an unlucky one.
 //
-// For programs (kvdouble_patience) a clock lets streams on as well, one to two ticks after a launch,
-// so that work goes on by itself; a launch still wakes nobody, which is what makes it cheap, and
-// tasks of Python's do not fight with the program for the interpreter while it launches more.
+// For programs (kvdouble_patience) a clock lets streams begin as well, one to two ticks after a launch,
+// so that work goes on by itself.  A launch still wakes no thread, which makes it cheap, and tasks of
+// Python's do not compete with the program for the interpreter while it launches more.
 //
-// For programs, too, whoever waits for a stream runs its tasks by itself while the stream's thread does
-// nothing (kvd_help): two switches between threads take longer than a small task.
+// For programs, too, a thread that waits for a stream runs its tasks itself while the stream's thread
+// does nothing (kvd_help): two switches between threads take longer than a small task.
 #include "machine.h"
 
 #include <stdlib.h>
@@ -230,7 +230,7 @@ static void *work(void *argument) {
         may = may && (kvd_settings.eager || s->aborting || s->done < s->allowed);
         if (!t && s->closing) break;
         if (t && may && t->wait && !t->wait->done && !s->aborting && s->hopeless != t) {
-            // what it waits for must get on, and no more than that
+            // What it waits for may go on, and no more than that.
             if (t->wait->stream) kvd_allow(t->wait->stream, t->wait->position);
             may = t->wait->done;
             if (!may) s->pauses = t;
@@ -329,7 +329,7 @@ void kvd_forget_clock(void) {
     pthread_cond_init(&clock_wake, NULL);
 }
 
-// As many tasks may wait on a stream as wait on a device: then who launches more waits.
+// A stream's queue is as long as on a device; a launch on a full one waits.
 enum { DEPTH = 4096 };
 
 static void make_room(struct stream *s) {

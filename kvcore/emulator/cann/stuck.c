@@ -54,7 +54,7 @@ static void find_owner(void *stream, void *data) {
         if (ends(t, o->wait)) o->found = s;
 }
 
-// The stream in whose queue is what ends the wait of a blocked one; NULL: nobody has launched it.
+// The stream in whose queue the end of a blocked stream's wait lies; NULL: it was not launched yet.
 static struct stream *waits_for(const struct stream *s) {
     struct owner o = {s->pauses, NULL};
     kvd_each(H_STREAM, find_owner, &o);
@@ -86,7 +86,7 @@ static void look(void) {
         int steps = 0;
         do next = waits_for(next);
         while (next && next != s && blocked(next) && ++steps < all.count);
-        if (next && !blocked(next)) {  // nobody else lets it on
+        if (next && !blocked(next)) {  // nothing else would let it run
             kvd_allow(next, next->enqueued);
             return;
         }

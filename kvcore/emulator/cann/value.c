@@ -44,7 +44,7 @@ static void let_on(void *stream, void *unused) {
     kvd_allow(s, s->enqueued);
 }
 
-// Which stream will write is not known: all go on, and a later launch is seen in a moment.
+// Which stream will write is not known, so all may go on; a later launch is seen a moment later.
 static int wait_for_word(struct task *t) {
     const struct word *w = t->data;
     pthread_mutex_lock(&kvd_lock);
@@ -78,7 +78,7 @@ static int launch(void *address, uint64_t value, uint32_t kind, void *stream,
         return violate(RT_PARAM_INVALID, "1.6", "devAddr %p is no aligned word of device memory", address);
     if (kind >= (write ? 1 : KINDS)) return violate(RT_PARAM_INVALID, "1.6", "flag %u", kind);
     struct task *t = kvd_new_task(run);
-    // Known so that it is not freed under the task; who writes and who waits are ordered by the value.
+    // The block is noted so that it is not freed under the task; the value orders writer and waiter.
     code = kvd_touch(t, address, sizeof value, false, "devAddr");
     struct word *w = code ? NULL : malloc(sizeof *w);
     if (!w && !code) abort();
