@@ -24,6 +24,7 @@ from kvcore._core.torch_questions import is_too_small
 from kvcore.errors import KVCoreError, ParamInvalidError, ParamNullError, fail
 
 __all__ = [
+    "DTYPE_NAMES",
     "Reading",
     "as_numpy",
     "as_raw",
@@ -57,6 +58,10 @@ UNPACKED_FLOAT4 = {
 }
 # Rows of torch dtypes as they are met, by the dtype itself.
 _torch_rows: dict[Any, int] = {}
+
+
+#: The public names of the types of elements.
+DTYPE_NAMES: tuple[str, ...] = tuple(dtypes.BY_NAME)
 
 
 def numpy_dtype(row: dtypes.DType) -> np.dtype[Any] | None:

@@ -322,7 +322,7 @@ class CacheOptions:
         only="caches",
     )  # fmt: skip
     cache_mib: int = option(
-        256, "cache", "size of all caches together", kind="integer", low=1, high=2**40,
+        256, "cache", "MiB of all caches together", kind="integer", low=1, high=2**40,
         only="caches", exclusive="size",
     )  # fmt: skip
     layout: str = option(

@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore._core import adopt
-from kvcore.errors import ParamInvalidError
+from kvcore.errors import fail, shown
 
 __all__ = ["REGISTERED", "element_type", "one_value"]
 
+#: The public names, for messages.
+NAMES = ", ".join(adopt.DTYPE_NAMES)
 REGISTERED = 2  # dtype.isbuiltin of types that packages bring
 # Types without a numpy name when no package provides one: carried as their bits.
 _RAW = {"hifloat8": "uint8", "float4_e2m1": "uint8", "float4_e1m2": "uint8"}
@@ -45,12 +47,8 @@ def element_type(dtype: object) -> tuple[str, np.dtype[Any]]:
             numpy_type = np.dtype(dtype)  # type: ignore[call-overload]
             if not numpy_type.hasobject:
                 return str(numpy_type), numpy_type
-    raise ParamInvalidError(
-        f"dtype: expected the name of an element type, got {dtype!r}",
-        argument="dtype",
-        seen=dtype,
-        expected="a type's name",
-    )
+    expected = f"the name of an element type, one of {NAMES} or another of numpy's"
+    fail("dtype", expected, shown(dtype))
 
 
 def one_value(dtype: np.dtype[Any], value: Any) -> npt.NDArray[Any] | None:

@@ -96,7 +96,7 @@ def test_comparison(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == "0 values differ, 0 by more than 5.00%\n"
     assert main(["replay", "--compare", files[0], files[2], "--tolerance", "0"]) == 1
     out = capsys.readouterr().out
-    assert re.search(r"! +50\.00%  options\.pool: 512 -> 256", out)
+    assert re.search(r"! +50\.00% +options\.pool +512 +256 *$", out, re.M)
     assert main(["replay", "--compare", files[0], files[2], "--tolerance", "1000"]) == 0
     capsys.readouterr()
     Path(files[1]).write_text("[1]")
@@ -217,7 +217,7 @@ def test_an_interrupt_writes_what_is_done(
         (["--prefill", "none", "--prefill-tokens-per-s", "9"], "--prefill: expected no"),
         (["--prefill-tokens-per-s", "nan"], "--prefill-tokens-per-s: expected a number"),
         (["--policy", "lru", "--blocks", "4"], "expected at most 4 blocks of 128 tokens"),
-        (["--policy", "lru", "--blocks", "99999999999"], "host_blocks: expected an integer"),
+        (["--policy", "lru", "--blocks", "99999999999"], "--blocks: expected an integer"),
         (["--policy", "lru", "--json", "none/a.json"], "none/a.json: expected a file in a folder"),
         (["--sweep", "layers=1,2"], "sweep: expected axes like policy=lru,fifo"),
         (["--sweep", "pool=many"], "sweep: expected pool=1,2,..."),

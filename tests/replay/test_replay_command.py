@@ -169,8 +169,11 @@ def test_cache_size_in_mebibytes(trace: str, capsys: pytest.CaptureFixture[str])
         (["no such.jsonl"], "kvcore replay: no such.jsonl: No such file or directory"),
         (["."], "kvcore replay: .: Is a directory"),
         (["--layers", "4097"], "--layers: expected an integer from 1 to 4096, got '4097'"),
-        (["--head-size", "20", "--layout", "PA_NZ"], "head_size: expected a multiple of 32 bytes"),
-        (["--head-size", "3", "--dtype", "float4_e2m1"], "head_size: expected an even number"),
+        (
+            ["--head-size", "20", "--layout", "PA_NZ"],
+            "--head-size: expected a multiple of 32 bytes",
+        ),
+        (["--head-size", "3", "--dtype", "float4_e2m1"], "--head-size: expected an even number"),
         (["--blocks", "1099511627776"], "num_blocks: expected caches that fit the machine's mem"),
         (["--cache-mib", "1", "--block-size", "2000"], "--cache-mib: expected at least one block"),
         (["--blocks", "5"], "expected at most 5 blocks of 128 tokens (the pool), got "),
@@ -346,3 +349,28 @@ def test_only_a_terminal_or_columns_fold_the_table(
     folded = capsys.readouterr().out
     assert max(map(len, folded.splitlines())) <= 50
     assert table(folded)["model"] == model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "not-there"], "kvcore replay: --model: expected one of tiny, "),
+        (["--model", "llama-3-70b"], "--cache-mib (now 256) makes the pool larger, and with"),
+        (["--model", "llama-3-70b", "--blocks", "6"], "; --blocks makes the pool larger"),
+        (["--policy", "lru", "--model", "llama-3-8b"], "kvcore replay: --"),
+    ],
+)
+def test_errors_name_the_option_to_change(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", "--requests", "2", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_config_that_lacks_a_figure_says_how_to_give_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    assert main(["replay", "--requests", "1", "--model", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "num_hidden_layers: expected a number, got None; kvcore replay --write-model FILE" in err

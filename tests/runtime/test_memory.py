@@ -78,6 +78,15 @@ def test_alignments_that_are_none(align: object) -> None:
         dev.empty(3, align=align)
 
 
+def test_an_unknown_type_is_answered_with_the_names_there_are() -> None:
+    with device() as dev, pytest.raises(kvcore.ParamInvalidError) as refusal:
+        dev.empty(3, "floaty")
+    said = str(refusal.value)
+    assert said.startswith("dtype: expected the name of an element type, one of ")
+    assert said.endswith(", got 'floaty'")
+    assert {"bfloat16", "float8_e4m3fn", "int8"} <= set(said.replace(",", " ").split())
+
+
 @pytest.mark.parametrize("align", [1, 64, 512, 4096, 65536, 2**21])
 def test_alignment(align: int) -> None:
     with device() as dev:

@@ -126,11 +126,11 @@ def _print(measured: list[Measurement], before: dict[str, Any]) -> None:
 
     table = Table(box=box.SIMPLE)
     table.add_column("case", overflow="fold")
-    table.add_column("median", justify="right")
-    table.add_column("GB/s", justify="right")
+    table.add_column("median", justify="right", overflow="fold")
+    table.add_column("GB/s", justify="right", overflow="fold")
     table.add_column("kvcore's time over", overflow="fold")
     if before:
-        table.add_column("before", justify="right")
+        table.add_column("before", justify="right", overflow="fold")
     for one in measured:
         row = [
             f"{one.name}: {one.summary}",

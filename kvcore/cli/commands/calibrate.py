@@ -98,14 +98,14 @@ def _print(found: Calibration) -> None:
     if found.parameters:
         table = Table(box=box.SIMPLE_HEAD, title="free figures", title_justify="left")
         for name in ("figure", "fitted", "began at", "determined"):
-            table.add_column(name, justify="left" if name == "figure" else "right")
+            table.add_column(name, justify="left" if name == "figure" else "right", overflow="fold")
         for p, value, start in zip(found.parameters, found.values, found.start, strict=True):
             loose = "not by itself" if str(p) in found.loose else "yes"
             table.add_row(cell(str(p)), f"{value:.6g}", f"{start:.6g}", loose)
         show(table)
         table = Table(box=box.SIMPLE_HEAD, title="rows they are fitted to", title_justify="left")
         for name in ("row", "measured, ms", "fitted, ms", "residual"):
-            table.add_column(name, justify="left" if name == "row" else "right")
+            table.add_column(name, justify="left" if name == "row" else "right", overflow="fold")
         for row, left in zip(found.rows, found.residuals, strict=True):
             ms = row.ms * (1 + left)
             table.add_row(cell(row.name), f"{row.ms:.2f}", f"{ms:.2f}", f"{left:+.2%}")

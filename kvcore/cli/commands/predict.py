@@ -116,7 +116,7 @@ def _rows(title: str, rows: list[Predicted], *, nulls: bool) -> None:
     names += ["hits of queries", "ratio, measured", "ratio"]
     names += ["misses only", "same as", "2 points more hits"] if nulls else []
     for name in names:
-        table.add_column(name, justify="left" if name == "row" else "right")
+        table.add_column(name, justify="left" if name == "row" else "right", overflow="fold")
     for one in rows:
         parts, rate = one.parts_ms, one.hit_rate_of_queries
         cells = [
@@ -146,9 +146,9 @@ def _sensitivity(found: Prediction) -> None:
         return
     title = f"how a prediction moves with each assumed figure, by {FACTOR:g} and times {FACTOR:g}"
     table = Table(box=box.SIMPLE_HEAD, title=title + " (fitted anew)", title_justify="left")
-    table.add_column("figure")
+    table.add_column("figure", overflow="fold")
     for one in rows:
-        table.add_column(one.row.name, justify="right")
+        table.add_column(one.row.name, justify="right", overflow="fold")
     keys = list(dict.fromkeys(key for one in rows for key in one.moved))
     keys.sort(key=lambda key: -max(max(map(abs, one.moved[key])) for one in rows))
     for key in keys:

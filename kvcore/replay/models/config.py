@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvcore.errors import fail
+from kvcore.errors import fail, in_words
 from kvcore.json_files import unique_keys
 from kvcore.replay.models.config_layers import cached_layers, index_layers
 from kvcore.replay.models.profile import ModelFigure, ModelProfile, read_text
@@ -20,6 +20,8 @@ from kvcore.replay.models.profile import ModelFigure, ModelProfile, read_text
 __all__ = ["Config", "read_config"]
 
 INDEX_FIELDS = "indexer_types, index_topk_pattern, index_topk_freq, index_skip_topk_offset"
+#: Where figures can be given that such a file does not have, or has in another way.
+INSTEAD = "kvcore replay --write-model FILE.toml writes a model to edit instead"
 CONFIG_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -52,7 +54,7 @@ class Config:
 
     def refuse(self, field: str, expected: str, seen: object) -> NoReturn:
         """Raise ParamInvalidError naming the file and the field."""
-        fail(f"{self.path}: {field}", expected, seen)
+        fail(f"{self.path}: {field}", expected, f"{in_words(seen)}; {INSTEAD}")
 
     def number(self, field: str, default: int | None = None) -> int:
         """A whole number from 0 on; the default where it is missing or null."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvcore.cli.commands.replay.parsing import add_options, settle, written
+from kvcore.cli.commands.replay.parsing import add_options, as_written, settle, written
 from kvcore.cli.parser import Parser, Subparsers
 
 DESCRIPTION = """\
@@ -40,10 +40,22 @@ def register(subparsers: Subparsers[Parser]) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Read or generate the trace, serve it once or many times, print what came of it."""
-    from kvcore.errors import fail
+    """Read or generate the trace, serve it once or many times, print what came of it.
+
+    An error that names a field of the options names the option as it is written instead.
+    """
+    from kvcore.errors import ParamInvalidError
 
     settle(namespace)
+    try:
+        return _run(namespace)
+    except ParamInvalidError as error:
+        raise as_written(error) from None
+
+
+def _run(namespace: argparse.Namespace) -> int:
+    from kvcore.errors import fail
+
     if namespace.compare is not None:
         from kvcore.cli.commands.replay.many import run_compare
 

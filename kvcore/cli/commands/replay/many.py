@@ -15,36 +15,50 @@ from kvcore.cli.commands.replay.parsing import files_read, refuse_outputs
 from kvcore.cli.printing import say, tell
 
 if TYPE_CHECKING:
+    from kvcore.replay.report.compared import Row
     from kvcore.replay.traces.reader import TraceRequest
 
 __all__ = ["run_compare", "run_sweep"]
 
 SHOWN = 100
-#: Characters of a value.
-MAX_SHOWN = 200
 
 
 def run_compare(namespace: argparse.Namespace) -> int:
     """Print the differences of two reports."""
+    from kvcore.replay.report.compared import rows_of
     from kvcore.replay.report.comparison import compare, read_report
 
     refuse_outputs(namespace)
     first, second = namespace.compare
     differences = compare(read_report(first), read_report(second))
     beyond = [d for d in differences if d.relative > namespace.tolerance]
-    for d in differences[:SHOWN]:
-        mark = "!" if d.relative > namespace.tolerance else " "
-        size = f"{d.relative:9.2%}" if d.relative != float("inf") else "  differs"
-        say(f"{mark} {size}  {d.path}: {_short(d.before)} -> {_short(d.after)}")
-    if len(differences) > SHOWN:
-        say(f"  and {len(differences) - SHOWN} more")
+    rows = rows_of(differences)
+    if rows:
+        _print_compared(rows[:SHOWN], namespace.tolerance)
+    if len(rows) > SHOWN:
+        say(f"  and {len(rows) - SHOWN} more")
     say(f"{len(differences)} values differ, {len(beyond)} by more than {namespace.tolerance:.2%}")
     return status.FAILED if beyond else status.OK
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+def _print_compared(rows: Sequence[Row], tolerance: float) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from kvcore.cli.console import cell, show
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    table.add_column("change", justify="right", no_wrap=True)
+    table.add_column("figure", overflow="fold")
+    table.add_column("before", justify="right", overflow="fold")
+    table.add_column("after", justify="right", overflow="fold")
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        size = f"{row.relative:.2%}" if row.relative != float("inf") else "differs"
+        mark = "!" if row.relative > tolerance else ""
+        table.add_row(mark, size, *map(cell, (row.path, row.before, row.after)), row.reading)
+    show(table)
 
 
 def run_sweep(namespace: argparse.Namespace, requests: Sequence[TraceRequest]) -> int:
@@ -118,7 +132,7 @@ def _print_sweep(reports: dict[str, dict[str, Any]]) -> None:
         "worth it", "times the baseline", "hit rate", "step, ms", "token/s", "overlap",
         "to the device, GB", "real rows",
     ):  # fmt: skip
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for name, r in reports.items():
         times = r["answer"]["speed_up"]
         step, rate, overlap = r["model_time_us"]["step"], r["hit_rate"], r["overlap"]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcore.cli.parser import Parser, integer
-from kvcore.errors import fail
+from kvcore.errors import ParamInvalidError, fail
 from kvcore.replay.options import (
     GROUPS,
     OffloadOptions,
@@ -21,8 +21,8 @@ from kvcore.replay.options import (
 )
 
 __all__ = [
-    "OFFLOAD_NAMES", "add_options", "files_read", "option_named", "refuse_outputs", "settle",
-    "written",
+    "OFFLOAD_NAMES", "add_options", "as_written", "files_read", "option_named", "refuse_outputs",
+    "settle", "written",
 ]  # fmt: skip
 
 #: Options that name a file to write.
@@ -111,6 +111,17 @@ def written(namespace: argparse.Namespace, only: str) -> list[str]:
 def option_named(name: str) -> str:
     """How an option is written."""
     return flags_of(name, dict(options_of())[name])[0]
+
+
+def as_written(error: ParamInvalidError) -> ParamInvalidError:
+    """The same error, with the option as it is written where it begins with a field's name."""
+    words, field = str(error), error.argument or ""
+    declared = dict(options_of()).get(field)
+    if declared is None or not declared.written or not words.startswith(f"{field}: "):
+        return error
+    named = flags_of(field, declared)
+    said = f"{named[0] if named else field}{words.removeprefix(field)}"
+    return ParamInvalidError(said, argument=field, seen=error.seen, expected=error.expected)
 
 
 def files_read(namespace: argparse.Namespace) -> tuple[str, ...]:

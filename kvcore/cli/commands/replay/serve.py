@@ -96,24 +96,30 @@ def run_caches(namespace: argparse.Namespace) -> int:
     """Serve the trace into real caches."""
     from kvcore.cli.interrupt import Interrupt
     from kvcore.cli.progress import progress_of
+    from kvcore.errors import ParamInvalidError
     from kvcore.replay import Replay
 
     refuse_unwritable(namespace.json, reads=files_read(namespace))
     shape = _shape(namespace)
     num_blocks = _num_blocks(namespace, shape)
     source, requests = read_requests(namespace)
-    replay = Replay(
-        requests,
-        shape,
-        num_blocks=num_blocks,
-        block_size=namespace.block_size,
-        layout=namespace.layout,
-        max_batch=namespace.batch,
-        chunk_tokens=namespace.chunk,
-        seed=namespace.seed,
-        verify_samples=namespace.verify_samples,
-        num_threads=namespace.threads,
-    )
+    try:
+        replay = Replay(
+            requests,
+            shape,
+            num_blocks=num_blocks,
+            block_size=namespace.block_size,
+            layout=namespace.layout,
+            max_batch=namespace.batch,
+            chunk_tokens=namespace.chunk,
+            seed=namespace.seed,
+            verify_samples=namespace.verify_samples,
+            num_threads=namespace.threads,
+        )
+    except ParamInvalidError as error:
+        if not (error.argument or "").startswith("request "):
+            raise
+        raise ParamInvalidError(f"{error}; {_more_blocks(namespace)}") from None
     with Interrupt() as interrupt, progress_of(namespace.progress) as progress:
         report = replay.run(stop=interrupt.is_set, progress=progress)
     _write(namespace, source, report, {
@@ -136,6 +142,14 @@ def _shape(namespace: argparse.Namespace) -> ModelShape:
     if not changes:
         return model.shape
     return replace(model.shape, name=f"{model.name}, changed", **changes)
+
+
+def _more_blocks(namespace: argparse.Namespace) -> str:
+    """Which options change how many blocks there are."""
+    if "host_blocks" in namespace.written:
+        return "--blocks makes the pool larger"
+    said = f"--cache-mib (now {namespace.cache_mib}) makes the pool larger"
+    return f"{said}, and with fewer --layers as many bytes hold more blocks"
 
 
 def _num_blocks(namespace: argparse.Namespace, shape: ModelShape) -> int:

@@ -40,7 +40,7 @@ def print_report(
             compared = Table(box=box.SIMPLE_HEAD)
             compared.add_column("", style="bold", overflow="fold")
             for name in ("with offload", "without"):
-                compared.add_column(name, justify="right")
+                compared.add_column(name, justify="right", overflow="fold")
             for row in sides:
                 compared.add_row(*map(cell, row))
             show(compared)
