@@ -31,6 +31,7 @@ Who does what:
                    signature, and is what each costs.
 ``vendor``         operators that clients of torch_npu reach outside of it: ATB's, the selection.
 ``atb``            what stands for ATB's library itself.
+``custom``         operators of vllm-ascend's library that torch_npu has as well.
 ``triton``         Triton kernels that serving engines launch, by name.
 ``tasks``          Python's tasks of a stream, from the start to the exit; ``_tasks`` runs them.
 ``checking``       the checks, and the texts of what they find; ``_races`` reads the journal,

@@ -44,12 +44,13 @@ def _launchable(module: ModuleType) -> None:
 def _complete() -> None:
     # A thread that waits for a mutex inside torch_npu must not hold the GIL: cann/python.c.
     machine.load().core.kvdouble_patch(b"libtorch_npu.so")
-    from kvcore.emulator import atb, checking, fallback, randomness, vendor
+    from kvcore.emulator import atb, checking, custom, fallback, randomness, vendor
 
     fallback.install()
     randomness.install()
     vendor.define()
     atb.register()
+    custom.define()
     checking.watch()
 
 

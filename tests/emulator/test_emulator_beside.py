@@ -278,3 +278,137 @@ def test_waiting_at_the_head_of_a_loop(program: Any, records: bool, reports: int
     assert done.returncode == 0, done.stderr
     words = "Event.synchronize waits for an event that was never recorded (<string>:5)"
     assert done.stderr.count(words) == reports, done.stderr
+
+
+# ---------------------------------------------------------------- vllm-ascend's own library
+
+
+def test_sparse_operators_under_another_name(npu: ModuleType, torch: Any) -> None:
+    """The indexer and the attention of vllm-ascend's library are those of torch_npu."""
+    query, weights = torch.randn(2, 3, 64, 128).half().npu(), torch.randn(2, 3, 64).half().npu()
+    keys = torch.randn(2, 5, 1, 128).half().npu()
+    own = torch.ops._C_ascend.npu_lightning_indexer(query, keys, weights, sparse_count=4)
+    other = npu.npu_lightning_indexer(query, keys, weights, sparse_count=4)
+    assert torch.equal(own[0].cpu(), other[0].cpu())
+    latent, rope = torch.randn(2, 5, 1, 512).half().npu(), torch.randn(2, 5, 1, 64).half().npu()
+    asked, turned = torch.randn(2, 3, 4, 512).half().npu(), torch.randn(2, 3, 4, 64).half().npu()
+    given = {"query_rope": turned, "key_rope": rope}
+    found = torch.ops._C_ascend.npu_sparse_flash_attention(
+        asked, latent, latent, own[0], 0.1, **given
+    )
+    wanted = npu.npu_sparse_flash_attention(
+        asked, latent, latent, own[0], 0.1, attention_mode=2, **given
+    )
+    assert torch.equal(found[0].cpu(), wanted[0].cpu())
+    assert bool(found[0].cpu().any())
+
+
+# ---------------------------------------------------------------- host memory, row by row
+
+
+@pytest.fixture
+def offload(npu: ModuleType, torch: Any, provided: Callable[[str], ModuleType]) -> ModuleType:
+    return provided("memfabric_hybrid.offload")
+
+
+def rows_of(torch: Any, tensor: Any, numbers: list[int]) -> Any:
+    return torch.tensor([tensor.data_ptr() + n * 8 for n in numbers]).npu()
+
+
+def test_rows_from_the_host_and_back(torch: Any, offload: ModuleType) -> None:
+    """As many rows as the count says, to the device and to the host; the bytes around them stay."""
+    host = offload.empty([10, 8], dtype=torch.uint8, pin_memory=True)
+    host.copy_(torch.arange(80, dtype=torch.uint8).view(10, 8))
+    there = torch.full((6, 8), 200, dtype=torch.uint8).npu()
+    sizes, count = torch.tensor([8, 5, 0, 8]).npu(), torch.tensor([3]).npu()
+    config = offload.OffloadConfig()
+    config.scene = offload.Scene.SHARED
+    assert offload.initialize(config) == 0
+    sources, targets = rows_of(torch, host, [7, 2, 4, 1]), rows_of(torch, there, [0, 4, 2, 3])
+    torch.npu.synchronize()
+    assert offload.sparse_copy(sources, targets, sizes, count, there.device) == 0
+    wanted = torch.full((6, 8), 200, dtype=torch.uint8)
+    wanted[0], wanted[4, :5] = host[7], host[2, :5]
+    assert torch.equal(there.cpu(), wanted)
+    before = host.clone()
+    offload.sparse_copy(targets, sources, sizes, count + 1)
+    torch.npu.synchronize()
+    before[1] = wanted[3]
+    assert torch.equal(host, before)
+
+
+def test_rows_in_a_graph(torch: Any, offload: ModuleType) -> None:
+    """Addresses and the count are read at each replay."""
+    host = offload.empty([4, 8], dtype=torch.uint8)
+    host.copy_(torch.arange(32, dtype=torch.uint8).view(4, 8))
+    there = torch.zeros(2, 8, dtype=torch.uint8).npu()
+    sources, targets = rows_of(torch, host, [0, 1]), rows_of(torch, there, [0, 1])
+    sizes, count = torch.tensor([8, 8]).npu(), torch.tensor([1]).npu()
+    torch.npu.synchronize()
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        offload.sparse_copy(sources, targets, sizes, count)
+    graph.replay()
+    assert there.cpu().tolist() == [list(range(8)), [0] * 8]
+    sources.copy_(rows_of(torch, host, [2, 3]))
+    count.fill_(2)
+    graph.replay()
+    assert torch.equal(there.cpu(), host[2:])
+
+
+@pytest.mark.parametrize("orders", [True, False])
+def test_rows_that_another_stream_writes(torch: Any, offload: ModuleType, orders: bool) -> None:
+    """A race is one of the bytes whose addresses the tensors hold; an event between is none."""
+    host = offload.empty([4, 8], dtype=torch.uint8)
+    there = torch.zeros(4, 8, dtype=torch.uint8).npu()
+    given = [rows_of(torch, host, [1]), rows_of(torch, there, [2]), torch.tensor([8]).npu()]
+    count, side = torch.tensor([1]).npu(), torch.npu.Stream()
+    torch.npu.synchronize()
+    with kvcore.emulator.expected() as found:
+        offload.sparse_copy(*given, count)
+        if orders:
+            side.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(side):
+            there[:2].fill_(1)  # other rows
+            there[2:3].fill_(1)
+        torch.npu.synchronize()
+    assert [one.kind for one in found] == ([] if orders else ["racecheck"])
+    if not orders:
+        assert "sparse_copy" in found[0].text
+        assert found[0].start == there.data_ptr() + 16
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"count": [9]}, "count: expected 0 to 2 rows, got 9"),
+        ({"lengths": [8, -1]}, "lengths: expected bytes >= 0, got -1"),
+        ({"sources": [0, 0]}, r"row 0: expected a source in memory of .*, got 8 bytes at 0x0"),
+        ({"targets": [1 << 44, 0]}, r"row 0: expected a target in memory of .* at 0x100000000000"),
+        ({"lengths": [1 << 40, 8]}, r"row 0: expected a target in memory of .*, got 1099511627776"),
+    ],
+)
+def test_rows_that_are_wrong(
+    torch: Any, offload: ModuleType, change: dict[str, list[int]], words: str
+) -> None:
+    there = torch.zeros(4, 8, dtype=torch.uint8).npu()
+    given = {
+        "sources": rows_of(torch, there, [0, 1]), "targets": rows_of(torch, there, [2, 3]),
+        "lengths": torch.tensor([8, 8]).npu(), "count": torch.tensor([2]).npu(),
+    }  # fmt: skip
+    given |= {name: torch.tensor(values).npu() for name, values in change.items()}
+    offload.sparse_copy(*given.values())
+    with pytest.raises(RuntimeError, match=f"sparse_copy: {words}"):
+        torch.npu.synchronize()
+
+
+def test_rows_that_are_refused(torch: Any, offload: ModuleType) -> None:
+    one, two = torch.tensor([1]).npu(), torch.tensor([1, 2]).npu()
+    with pytest.raises(RuntimeError, match=r"sparse_copy: targets: expected contiguous \[1\]"):
+        offload.sparse_copy(one, two, one, one)
+    with pytest.raises(RuntimeError, match="sparse_copy: sources: expected int64 addresses"):
+        offload.sparse_copy(one.float(), one, one, one)
+    config = offload.OffloadConfig()
+    config.world_size = 2
+    with pytest.raises(RuntimeError, match="one rank, got rank 0 of 2"):
+        offload.initialize(config)

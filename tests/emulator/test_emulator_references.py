@@ -289,6 +289,24 @@ def test_attention_update(npu: ModuleType, torch: Any) -> None:
     near(torch, lse, sums.cpu())
 
 
+def test_attention_update_of_rows_that_saw_nothing(npu: ModuleType, torch: Any) -> None:
+    """A part whose request has no keys counts for nothing, as its infinite sum says."""
+    q, k, v = (rows(torch, n, 2, 8, seed=s).npu() for n, s in ((5, 1), (4, 2), (4, 3)))
+
+    def run(ends: list[int]) -> Any:
+        out, lse = npu.npu_fused_infer_attention_score(
+            q, k, v, num_heads=2, input_layout="TND", actual_seq_lengths=[2, 5],
+            actual_seq_lengths_kv=ends, softmax_lse_flag=True,
+        )  # fmt: skip
+        return out.view(10, 8), lse.view(10)
+
+    parts = [run([0, 4]), run([4, 4])]  # each request sees keys in one of the two
+    assert int(torch.isinf(parts[0][1]).sum()) == 4
+    out, _ = npu.npu_attention_update([p[1] for p in parts], [p[0] for p in parts], 0)
+    assert torch.equal(out[4:].cpu(), parts[0][0][4:].cpu())
+    assert torch.equal(out[:4].cpu(), parts[1][0][:4].cpu())
+
+
 def test_captured_with_out(npu: ModuleType, torch: Any) -> None:
     """As a client's graph has it: a workspace, results that are given, contents that change."""
     q, k, v = (rows(torch, 2, 2, 8, seed=s).npu() for s in (1, 2, 3))

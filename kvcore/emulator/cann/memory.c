@@ -198,6 +198,17 @@ void *kvdouble_host_address(const void *address) {
     return at;
 }
 
+// Where the bytes of a range of addresses are; NULL unless one allocation has all of them.
+void *kvdouble_bytes(const void *address, size_t size) {
+    pthread_mutex_lock(&kvd_lock);
+    struct block *b = NULL;
+    kvd_find(address, &b);
+    size_t offset = b ? (uintptr_t)address - b->start : 0;
+    void *at = b && !b->dead && kvd_fits(b, offset, size) ? b->bytes + offset : NULL;
+    pthread_mutex_unlock(&kvd_lock);
+    return at;
+}
+
 bool kvd_fits(const struct block *b, size_t offset, size_t size) {
     if (offset > b->size || size > b->size - offset) return false;
     for (size_t at = offset / GRANULE; b->mapped && size && at <= (offset + size - 1) / GRANULE; at++)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -411,8 +412,12 @@ def _check_older(overload: str, *args: Any, **given: Any) -> None:
 
 
 def _update(lse: list[Any], local_out: list[Any], update_type: int) -> Any:
-    """Parts of one attention put together by their sums."""
+    """Parts of one attention put together by their sums.
+
+    The attention's sum of a row that saw nothing is infinite, and such a part weighs nothing.
+    """
     sums = torch.stack([one.float() for one in lse])
+    sums = sums.masked_fill(sums == math.inf, -math.inf)
     total = torch.logsumexp(sums, 0)
     weights = torch.exp(sums - total).unsqueeze(-1)
     parts = torch.stack([one.float() for one in local_out])
