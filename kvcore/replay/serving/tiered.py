@@ -32,7 +32,7 @@ from kvcore.replay.report.report import Outcome
 from kvcore.replay.serving.on_device import OnDevice
 from kvcore.replay.serving.runs import Run
 from kvcore.replay.tiers.figures import TierFigures
-from kvcore.replay.tiers.fit import fit_tiers
+from kvcore.replay.tiers.fit import FittedTiers, fit_tiers
 from kvcore.replay.tiers.lower import Block, LowerTiers
 from kvcore.replay.tiers.policies import make_policy
 from kvcore.replay.tiers.pool import LAST_PLACE, TierPool
@@ -52,12 +52,14 @@ class Tiered(OnDevice):
 
     def __init__(self, model: ModelProfile | Deployment, options: OffloadOptions) -> None:
         super().__init__(model, options)
-        self.fitted = fit_tiers(self.model, options, self.profile)
-        self.lower = LowerTiers(self.fitted.make(), write_back=options.write_policy == "write_back")
+        self.fitted: FittedTiers = fit_tiers(self.model, options, self.profile)
+        self.lower: LowerTiers = LowerTiers(
+            self.fitted.make(), write_back=options.write_policy == "write_back"
+        )
         self._token_bytes = decode_bytes(self.model, 1, 1)
         self._moving: list[tuple[float, int, Running, int]] = []
         self._admissions = 0
-        self.figures = TierFigures(self.fitted, self.lower)
+        self.figures: TierFigures = TierFigures(self.fitted, self.lower)
 
     def _num_blocks(self) -> int:
         return self.fitted.blocks

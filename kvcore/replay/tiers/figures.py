@@ -22,11 +22,17 @@ class TierFigures:
     """
 
     def __init__(self, fitted: FittedTiers, lower: LowerTiers) -> None:
-        self.fitted, self.lower = fitted, lower
-        self.prompt_tokens = self.prompt_blocks = 0
-        self.hbm_tokens = self.hbm_blocks = 0
-        self.share_sum, self.requests = 0.0, 0
-        self.loads, self.waited_us, self.exposed_us = 0, 0.0, 0.0
+        self.fitted: FittedTiers = fitted
+        self.lower: LowerTiers = lower
+        self.prompt_tokens: int = 0
+        self.prompt_blocks: int = 0
+        self.hbm_tokens: int = 0
+        self.hbm_blocks: int = 0
+        self.share_sum: float = 0.0
+        self.requests: int = 0
+        self.loads: int = 0
+        self.waited_us: float = 0.0
+        self.exposed_us: float = 0.0
 
     def add(self, tokens: int, blocks: int, found: int, sources: Sequence[int], size: int) -> None:
         """A request is admitted for the first time.

@@ -40,15 +40,22 @@ class LowerTier:
     """
 
     def __init__(self, spec: TierSpec, capacity: int, read: float, write: float) -> None:
-        self.spec, self.capacity = spec, capacity
-        self.read_rate, self.write_rate = read, write
+        self.spec: TierSpec = spec
+        self.capacity: int = capacity
+        self.read_rate: float = read
+        self.write_rate: float = write
         self._policy = make_policy(spec.policy, capacity)
         self._blocks: dict[Hashable, tuple[Block, float]] = {}
         self._read_free = self._write_free = 0.0
-        self.hit_blocks = self.hit_tokens = 0
-        self.read_bytes = self.passed_bytes = self.written_bytes = 0
-        self.read_us = self.write_us = 0.0
-        self.evictions = self.peak = 0
+        self.hit_blocks: int = 0
+        self.hit_tokens: int = 0
+        self.read_bytes: int = 0
+        self.passed_bytes: int = 0
+        self.written_bytes: int = 0
+        self.read_us: float = 0.0
+        self.write_us: float = 0.0
+        self.evictions: int = 0
+        self.peak: int = 0
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._blocks
@@ -104,8 +111,8 @@ class LowerTiers:
     """
 
     def __init__(self, tiers: Sequence[LowerTier], *, write_back: bool) -> None:
-        self.tiers = tuple(tiers)
-        self.write_back = write_back
+        self.tiers: tuple[LowerTier, ...] = tuple(tiers)
+        self.write_back: bool = write_back
 
     def find(self, keys: Sequence[Hashable], start: int, now: float) -> list[int]:
         """Of the keys from place ``start`` on the fastest tier of each, to the first not there."""
