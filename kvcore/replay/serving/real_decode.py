@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -210,12 +211,16 @@ class RealDecode:
         self.device.synchronize_blocking()
         size = self._options.block_size
         for start in range(first, first + count, PIECE):
-            positions = np.arange(start, min(start + PIECE, first + count))
-            blocks, offsets = table[positions // size], positions % size
+            end = min(start + PIECE, first + count)
+            # Block by block: rows of a block lie behind one another on either side.
+            edges = [start, *range(start - start % size + size, end, size), end]
             for layer in self.layers:
-                made = self.rows.make(request.index, layer, start, len(positions))
+                made = self.rows.make(request.index, layer, start, end - start)
                 for lane, rows in zip(self.full[layer], made, strict=True):
-                    lane.__kvcore_array__[blocks, offsets] = rows
+                    array = lane.__kvcore_array__
+                    for low, high in pairwise(edges):
+                        block, offset = int(table[low // size]), low % size
+                        array[block, offset : offset + high - low] = rows[low - start : high - start]
 
     def copy_block(self, source: int, target: int) -> int:
         """Copy a block of every layer within the host; returns the bytes."""
@@ -248,7 +253,9 @@ class RealDecode:
 
     def _select(self, request: Any, group: int, tokens: int) -> NDArray[np.int32]:
         number = self.groups_of.get(request, self._groups)[group]
-        return self.rows.select(request, number, tokens, self._queries[request])
+        found = self.rows.select(request, number, tokens, self._queries[request])
+        # The engine sorts the union of several queries; of one it takes the ids as they are.
+        return np.sort(found[0]) if len(found) == 1 else found
 
     def _attend(self, given: AttentionInput) -> None:
         # This runs on a worker.  It checks one row of one request a call, while samples are left.

@@ -161,6 +161,42 @@ class ScoreIds:
         self._drift = np.concatenate([self._drift, drift])
 
 
+class _Dropped:
+    """The ids that each of the last ``depth`` steps dropped, one step behind another in ``ids``."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self.ids: NDArray[np.int32] = np.empty(0, np.int32)
+        self._starts: list[int] = []
+        self._end = 0
+
+    def add(self, ids: NDArray[np.int32]) -> None:
+        """A step has dropped these."""
+        if self._end + len(ids) > len(self.ids):
+            first = self._starts[0] if self._starts else 0
+            kept = self.ids[first : self._end]
+            # Twice what is held, so that it is moved once in as many steps as are kept.
+            self.ids = np.empty(2 * (len(kept) + len(ids)), np.int32)
+            self.ids[: len(kept)] = kept
+            self._starts = [start - first for start in self._starts]
+            self._end = len(kept)
+        self._starts.append(self._end)
+        self.ids[self._end : self._end + len(ids)] = ids
+        self._end += len(ids)
+        del self._starts[: -self._depth]
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self._starts.clear()
+        self._end = 0
+
+    def by_age(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where in ``ids`` the ids of a step begin and how many there are, the last step at 1."""
+        starts = np.array([*self._starts, self._end], np.int64)
+        sizes = np.diff(starts, append=self._end)
+        return starts[::-1], sizes[::-1]
+
+
 class TurnoverIds:
     """Selections with a given overlap and reuse, one call a step.
 
@@ -197,8 +233,7 @@ class TurnoverIds:
         self._draw = np.random.default_rng(seed)
         self._last = np.empty(0, np.int32)
         # Kept long enough for all but e^-6 of the draws.
-        self._dropped: list[NDArray[np.int32]] = []
-        self._depth = math.ceil(6 * self.distance)
+        self._dropped = _Dropped(math.ceil(6 * self.distance))
         self._taken = np.zeros(0, bool)
 
     def next(self, num_tokens: int) -> NDArray[np.int32]:
@@ -228,8 +263,7 @@ class TurnoverIds:
         ids = np.concatenate(found)
         self._taken[last] = False
         self._taken[ids] = False
-        self._dropped.append(gone)
-        del self._dropped[: -self._depth]
+        self._dropped.add(gone)
         self._last = ids
         return ids.copy()
 
@@ -237,22 +271,19 @@ class TurnoverIds:
         """Take ``ids``, each once, as the last selection: what was in the one before is dropped."""
         gone = np.setdiff1d(self._last, ids)
         if len(gone):
-            self._dropped.append(gone)
-            del self._dropped[: -self._depth]
+            self._dropped.add(gone)
         self._last = np.asarray(ids, np.int32)
 
     def _returning(self, count: int, num_tokens: int) -> NDArray[np.int32]:
         draw = self._draw
         count = int(draw.binomial(count, self.reuse))
         ages = draw.geometric(1 / self.distance, count)
-        sizes = np.array([0, *map(len, reversed(self._dropped))])
+        starts, sizes = self._dropped.by_age()
         ages = ages[ages < len(sizes)]
         ages = ages[sizes[ages] > 0]
         if not len(ages):
             return np.empty(0, np.int32)
-        pool = np.concatenate(self._dropped[::-1])
-        starts = np.concatenate([[0, 0], np.cumsum(sizes[1:])])
-        picked = pool[starts[ages] + draw.integers(0, sizes[ages])]
+        picked = self._dropped.ids[starts[ages] + draw.integers(0, sizes[ages])]
         return self._take(picked, num_tokens)
 
     def _new(self, count: int, num_tokens: int) -> NDArray[np.int32]:
