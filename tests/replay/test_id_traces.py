@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvcore.errors import KVCoreError, ParamInvalidError
 from kvcore.replay.traces.ids import check_ids, hit_rate, read_ids, write_ids
-from kvcore.replay.traces.synthetic_ids import ScoreModel, TurnoverIds, score_trace
+from kvcore.replay.traces.synthetic_ids import ScoreModel, TurnoverIds, _Dropped, score_trace
 
 
 def npy(array: Any) -> bytes:
@@ -225,3 +225,23 @@ def test_turnover_returns_at_the_distance_asked_for() -> None:
 def test_bad_generators_are_refused(make: Any, match: str) -> None:
     with pytest.raises(ParamInvalidError, match=rf"{match}: expected"):
         make()
+
+
+def test_dropped_ids_by_age_are_those_of_a_list_of_steps() -> None:
+    draw = np.random.default_rng(3)
+    kept = _Dropped(5)
+    steps: list[list[int]] = []
+    for n in range(200):
+        if n == 120:
+            kept.clear()
+            steps = []
+        ids = draw.integers(0, 1000, int(draw.integers(0, 40)), np.int32)
+        kept.add(ids)
+        steps = [*steps, ids.tolist()][-5:]
+        starts, sizes = kept.by_age()
+        assert sizes[0] == 0 and len(sizes) == len(starts) == len(steps) + 1
+        found = [
+            kept.ids[start : start + size].tolist()
+            for start, size in zip(starts[1:].tolist(), sizes[1:].tolist(), strict=True)
+        ]
+        assert found == steps[::-1]
