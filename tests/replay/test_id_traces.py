@@ -239,7 +239,8 @@ def test_dropped_ids_by_age_are_those_of_a_list_of_steps() -> None:
         kept.add(ids)
         steps = [*steps, ids.tolist()][-5:]
         starts, sizes = kept.by_age()
-        assert sizes[0] == 0 and len(sizes) == len(starts) == len(steps) + 1
+        assert sizes[0] == 0
+        assert len(sizes) == len(starts) == len(steps) + 1
         found = [
             kept.ids[start : start + size].tolist()
             for start, size in zip(starts[1:].tolist(), sizes[1:].tolist(), strict=True)

@@ -220,7 +220,9 @@ class RealDecode:
                     array = lane.__kvcore_array__
                     for low, high in pairwise(edges):
                         block, offset = int(table[low // size]), low % size
-                        array[block, offset : offset + high - low] = rows[low - start : high - start]
+                        array[block, offset : offset + high - low] = rows[
+                            low - start : high - start
+                        ]
 
     def copy_block(self, source: int, target: int) -> int:
         """Copy a block of every layer within the host; returns the bytes."""
