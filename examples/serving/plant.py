@@ -5,8 +5,8 @@
     kvcore emulate --soc A2 -- python examples/serving/plant.py --rounds 20
 
 The engine is vLLM with vllm-ascend and its SimpleCPUOffloadConnector, unmodified but for the fault
-itself, which is put in while the program runs.  Each round serves requests cold and again from the
-host.  Without a fault no round may give a report; with one, each round must give a race.
+itself, which is put in while the program runs.  Each round serves requests cold, again, and again
+from the host.  Without a fault no round may give a report; with one, each round must give a race.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ def played(engine: Engine, number: int) -> list[Any]:
     given = prompts(number)
     with kvcore.emulator.expected() as found:
         engine.tokens(given)
+        engine.tokens(given)  # the steps in which the scheduler hears that stores are done
         engine.llm.reset_prefix_cache()
         engine.tokens(given)
         torch.npu.synchronize()
@@ -132,7 +133,8 @@ def main() -> int:
                 races = [one for one in played(engine, number) if one.kind == "racecheck"]
             reported += bool(races)
             words = words or (str(races[0].text) if races else "")
-        print(f"{name or 'nothing planted'}: {reported} of {arguments.rounds} rounds", words)
+        said = f"{name or 'nothing planted'}: {reported} of {arguments.rounds} rounds"
+        print(said, words, flush=True)
         wrong += reported != (arguments.rounds if name else 0)
     return 1 if wrong else 0
 

@@ -224,6 +224,9 @@ def main() -> int:
     )
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # What vllm-ascend's compiler returns, written for an older torch, cannot be stored.
+    os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+    os.environ.setdefault("VLLM_DISABLE_COMPILE_CACHE", "1")
     began = time.monotonic()
     import vllm  # noqa: F401
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+import kvcore.emulator
+
 
 def rows(torch: Any, *shape: int, dtype: str = "float32", seed: int = 3) -> Any:
     generator = torch.Generator().manual_seed(seed)
@@ -305,6 +307,24 @@ def test_attention_update_of_rows_that_saw_nothing(npu: ModuleType, torch: Any) 
     out, _ = npu.npu_attention_update([p[1] for p in parts], [p[0] for p in parts], 0)
     assert torch.equal(out[4:].cpu(), parts[0][0][4:].cpu())
     assert torch.equal(out[:4].cpu(), parts[1][0][:4].cpu())
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_workspace_is_asked_for_by_shapes(npu: ModuleType, torch: Any, reads: bool) -> None:
+    """Nothing is read then, of keys that another stream is writing; the attention reads them."""
+    q, k, v = (rows(torch, 2, 2, 8, seed=s).npu() for s in (1, 2, 3))
+    given = {"num_heads": 2, "input_layout": "TND", "scale": 0.5}
+    side = torch.npu.Stream()
+    torch.npu.synchronize()
+    with kvcore.emulator.expected() as found:
+        with torch.npu.stream(side):
+            k.fill_(1)
+        if reads:
+            npu.npu_fused_infer_attention_score(q, k, v, **given)
+        else:
+            npu._npu_fused_infer_attention_score_get_max_workspace(q, k, v, **given)
+        torch.npu.synchronize()
+    assert [one.kind for one in found] == (["racecheck"] if reads else [])
 
 
 def test_captured_with_out(npu: ModuleType, torch: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -368,6 +369,13 @@ def _workspace(*args: Any, **given: Any) -> Any:
     return torch.zeros(32, dtype=torch.uint8)
 
 
+#: Shapes decide how large it is: no element of any tensor is read.
+_SHAPES_ONLY = Used(
+    frozenset(("query", "key", "value", "atten_mask", "block_table", "query_rope", "key_rope")),
+    lambda *args, **given: defaultdict(list),
+)
+
+
 def _workspace_meta(*args: Any, **given: Any) -> Any:
     return torch.empty(32, dtype=torch.uint8, device="meta")
 
@@ -459,7 +467,9 @@ def _table() -> dict[str, Special]:
             returns=("out[0]", "out[1]"),
             used=used,
         )
-        made[f"_{overload}_get_max_workspace"] = Special(_workspace, meta=_workspace_meta)
+        made[f"_{overload}_get_max_workspace"] = Special(
+            _workspace, meta=_workspace_meta, used=_SHAPES_ONLY
+        )
     for overload, names in _OLDER.items():
         made[overload] = Special(
             functools.partial(_one_result, overload),
