@@ -88,7 +88,7 @@ from kvcore.ops.selection_rows import invalidate, permute_rows
 from kvcore.soc import SoC, use_soc
 from kvcore.threads import get_num_threads, set_num_threads
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BackendUnavailableError",
