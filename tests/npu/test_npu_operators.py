@@ -75,7 +75,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "tokens_between_the_rows_of_the_cache": STRIDES,
     },
     "gather_pa": {
-        "returns_what_scatter_wrote": "draws calls that no SoC has; in test_npu_oracle.py",
         "many_tokens": OWN,
         "no_bytes_are_still_checked": OWN,
         "five_axes_are_this_librarys_own": OWN,

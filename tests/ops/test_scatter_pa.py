@@ -72,6 +72,13 @@ def check(made: Call, **changed: Any) -> None:
 # ---------------------------------------------------------------- legal calls
 
 
+@pytest.mark.parametrize("key_only", [False, True])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_writes_what_the_oracle_says(scenario: str, key_only: bool) -> None:
+    """On the NPU's test double too, where tests/npu/test_npu_operators.py takes it over."""
+    check(call(scenario, key_only))
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_zero_dimensional_values_mean_key_only(scenario: str) -> None:
     check(call(scenario, key_only=True), value=np.array(1.5), value_cache=np.array(2.5))

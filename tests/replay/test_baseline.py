@@ -148,7 +148,7 @@ def test_the_command_takes_it_and_sweeps_over_it(
     assert "all caches on the device" in capsys.readouterr().out
     ends = ["--model", "glm-5.2", "--requests", "1", "--policy", "none"]
     assert main(["replay", *ends]) == 2
-    assert "weights_gib" in capsys.readouterr().err
+    assert "--weights-gib" in capsys.readouterr().err
     folder = tmp_path / "many"
     sweep = ["--sweep", "policy=lru,none", "--results", str(folder), "--jobs", "1"]
     assert main(["replay", "--requests", "1", *sweep]) == 0
